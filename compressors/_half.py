@@ -1,4 +1,4 @@
-"""What the two 16-bit floating-point formats share; fp16.py and bf16.py are the methods."""
+"""Common base of the 16-bit floating-point formats, whose methods are fp16.py and bf16.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HalfPrecision(Compressor):
 
     dtype: ClassVar[torch.dtype]
     unit: ClassVar[float]  # unit roundoff
-    half_step: ClassVar[float]  # half the distance between neighbouring denormals
+    half_step: ClassVar[float]  # half the distance between adjacent denormals
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
 
@@ -40,7 +40,7 @@ class HalfPrecision(Compressor):
 
 
 class HalfPrecisionClaims(Claims[HalfPrecision], of=HalfPrecision):
-    """Contracts: an element's error is at most u |x|; for denormals and clipped ones below |x|."""
+    """Contractive: the error is at most u |x|, and below |x| for denormal and clipped elements."""
 
     contractive = True
     exact_for = ("signs", "ternary", "integers", "bytes", "sparse")
@@ -63,6 +63,6 @@ class HalfPrecisionClaims(Claims[HalfPrecision], of=HalfPrecision):
         )
 
     def delta(self, segments: Segments) -> float | None:
-        """Return 1 - u^2; None if normal values of float32 are denormal in the format, or 0."""
+        """Return 1 - u^2; None if normal values of float32 are denormal or 0 in the format."""
         wide = torch.finfo(self.codec.dtype).tiny <= torch.finfo(torch.float32).tiny
         return 1 - self.codec.unit**2 if wide else None

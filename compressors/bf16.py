@@ -1,20 +1,20 @@
 """Brain float: bfloat16, the exponent of float32 and 7 bits of fraction.
 
 x' = flb16(max(-L, min(L, x))), L = (2 - 2^-7) 2^127 = 3.39e38, rounded to nearest, ties to even;
-denormals are kept. `rounding="stochastic"` rounds the magnitude up with the probability r / 2^16, r
-the 16 bits that are cut off, and down otherwise.
+denormals are kept. `rounding="stochastic"` rounds the magnitude up with probability r / 2^16, r the
+16 truncated bits, and down otherwise.
 
 Nearest: biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-134), |x| - L), u = 2^-8: rounding,
-the denormal range, clipping. Normal input of any scale has a relative squared error of u^2 / (8 ln
-2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L; the variance of an
-element between two neighbours l < |x| < h is (|x| - l) (h - |x|), at most u^2 x^2 except for
-denormals, whose error may exceed them: so error feedback around it is refused.
-Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds
-the mean once more on the way down. All-reduce is not offered: sums in 16 bits would be rounded at
-every addition, and no residual would contain that error.
+the denormal range, clipping. Normally distributed input has a relative squared error of
+u^2 / (8 ln 2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L; an
+element between adjacent values l < |x| < h has variance (|x| - l) (h - |x|), at most u^2 x^2 except
+for denormals, whose error may exceed their magnitude. Error feedback is therefore refused.
+Wire: 16 bits per element, up and down. Two-shot and all-gather add in float32; two-shot rounds the
+mean again. All-reduce is not supported: 16-bit sums would be rounded at every addition, an error
+that no residual contains.
 Source: Kalamkar et al. 2019, arXiv:1905.12322: the upper half of a float32; stochastic rounding
 as in Gupta et al., ICML 2015, arXiv:1502.02551, section 3.
-A plain cast sends infinity above 3.396e38; here nothing infinite is ever sent
+Differs from a plain cast, which maps values above 3.396e38 to infinity
 (test_half.py::test_nothing_infinite_is_sent).
 
 >>> import gcbench, torch
@@ -54,15 +54,15 @@ class BFloat16(HalfPrecision):
 
     def __post_init__(self) -> None:
         if self.rounding not in ops.int8.ROUNDINGS:
-            raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
+            raise ValueError(f"rounding={self.rounding!r}: expected 'nearest' or 'stochastic'")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         if self.rounding == "nearest":
             return super().encode(x, ctx)
         largest = torch.finfo(self.dtype).max
         bits = x.clamp(-largest, largest).view(torch.int32)
-        # With r the lower half, the sum carries into the upper half with probability r / 2^16. The
-        # carry cannot reach the sign bit: the lower half of the largest value is 0.
+        # The sum carries into the upper half with probability r / 2^16, r the lower half. A carry
+        # cannot reach the sign bit, because the lower half of the largest value is 0.
         bits = bits + (ops.random.draws24(ctx.key, x.numel(), x.device) >> 8)
         return (bits >> 16).to(torch.int16).view(self.dtype)
 
@@ -72,7 +72,7 @@ class BFloat16(HalfPrecision):
 
 
 class StochasticClaims(HalfPrecisionClaims):
-    """Unbiased; not contractive, as the error of a denormal may exceed it."""
+    """Unbiased; not contractive, as the error of a denormal may exceed its magnitude."""
 
     unbiased = True
     two_levels = True
@@ -80,9 +80,9 @@ class StochasticClaims(HalfPrecisionClaims):
 
     @property
     def gaussian_error(self) -> float:
-        """Return twice the error of rounding to nearest, whose mean is s^2 / 12 for a step s.
+        """Return twice the error of rounding to nearest.
 
-        Stochastic rounding has s^2 p (1 - p), in the mean s^2 / 6 for p uniform on [0, 1).
+        The means for a step s are s^2 / 12 (nearest) and, over uniform p, E[s^2 p (1 - p)] = s^2/6.
         """
         return 2 * super().gaussian_error
 
@@ -93,7 +93,7 @@ class StochasticClaims(HalfPrecisionClaims):
         return None
 
     def omega(self, segments: Segments) -> float:
-        """Return u^2, as p (1 - p) <= 1/4 and a step is at most 2 u |x|; except for denormals."""
+        """Return u^2: p (1 - p) <= 1/4 and a step is at most 2 u |x|, except for denormals."""
         return self.codec.unit**2
 
     def variance(self, x: Tensor, ctx: Context) -> Tensor:

@@ -1,22 +1,22 @@
 """DeMo: the largest DCT coefficients of each chunk; the update is the sign of their mean.
 
-A tensor is taken as a matrix, shape[0] x rest, a vector as one row. Each of the two dimensions is
-cut into pieces of its largest divisor <= chunk, which makes the chunks. c = orthonormal DCT-II of a
-chunk, separable in two dimensions; q = inverse DCT of the topk largest |c| (ties: lowest index).
-Coefficient j of the update is the mean over the workers that sent j, not over all workers; then
-comes the inverse DCT, then the sign, with sign(0) = 0.
+A tensor is reshaped to a matrix, shape[0] x rest, a vector to one row. Each dimension is divided
+into pieces of its largest divisor <= chunk. c = orthonormal DCT-II of a chunk, separable in two
+dimensions; q = inverse DCT of the topk largest |c| (ties: lowest index). Coefficient j of the
+update is the mean over the workers that sent j, not over all workers; then follow the inverse DCT
+and the sign, with sign(0) = 0.
 
 Biased; ||x - q||^2 is the dropped energy (Parseval), at most 1 - topk / size of a chunk's energy.
-Memory: residual <- 0.999 residual + g - q. The source accumulates lr * g instead: its residual is
-ours times lr, also when lr changes, since the engine then rescales residuals. Neither the order of
-the coefficients nor a sign depends on that factor, so the updates are the same.
-Wire: topk indices of ceil(log2 size) bits (at least 1) and topk float32 a chunk: 32 (12 + 32) bits
-for 64 x 64 elements, 0.344 an element. Indices come first, in increasing order within a chunk,
+Memory: residual <- 0.999 residual + g - q. The source accumulates lr * g instead, so its residual
+is ours times lr (the engine rescales residuals when lr changes). That factor changes neither the
+order of the coefficients nor a sign, so the updates are the same.
+Wire: topk indices of ceil(log2 size) bits (at least 1) and topk float32 per chunk: 32 (12 + 32)
+bits for 64 x 64 elements, 0.344 per element. Indices come first, increasing within a chunk and
 packed by width, narrow ones first.
 Source: Peng, Quesnelle and Kingma 2024, arXiv:2411.19870, algorithm 1; defaults of their code.
-That code sends 64-bit indices, 0.75 bits an element (test_demo.py::test_bytes_of_a_chunk),
-fails on tensors of four dimensions (test_four_dimensions_are_a_matrix), and averages in an order
-that a GPU does not fix; here workers are added in the order of ranks.
+Differs: that code sends 64-bit indices, 0.75 bits per element (test_bytes_of_a_chunk), fails on
+tensors of four dimensions (test_four_dimensions_are_a_matrix), and averages in an undefined order
+on a GPU; here workers are added in rank order.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("demo", chunk=4, topk=1)
@@ -57,11 +57,11 @@ from gcbench.ops.selection import KeptRun
 
 @dataclass(frozen=True)
 class DeMo(Compressor):
-    """The largest DCT coefficients of chunks; parts are their indices and their values."""
+    """The largest DCT coefficients of chunks; parts are their indices and values."""
 
     chunk: int = 64  # elements, the longest side of a chunk
-    topk: int = 32  # coefficients sent of each chunk
-    sign: bool = True  # False applies the mean itself
+    topk: int = 32  # coefficients sent per chunk
+    sign: bool = True  # False: apply the mean itself
 
     memory: ClassVar[str] = "residual"
     memory_options: ClassVar[Mapping[str, Any]] = {"decay": 0.999}
@@ -70,16 +70,16 @@ class DeMo(Compressor):
 
     @property
     def recipe(self) -> Mapping[str, Any]:
-        """Return plain SGD for the sign; without the sign the mean suits any optimizer."""
+        """Plain SGD for the sign; without the sign, any optimizer can apply the mean."""
         if not self.sign:
             return {}
         return {"optimizer": "sgd", "lr": 1e-3, "momentum": 0.0, "nesterov": False}
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= 256:
-            raise ValueError(f"chunk={self.chunk}: 1 to 256 elements, so that an index has 16 bits")
+            raise ValueError(f"chunk={self.chunk}: expected 1 to 256 elements (16-bit indices)")
         if self.topk < 1:
-            raise ValueError(f"topk={self.topk}: a number of coefficients, at least 1")
+            raise ValueError(f"topk={self.topk}: expected at least 1 coefficient")
 
     def _cuts(self, segments: Segments) -> list[Chunks]:
         return cut_chunks(segments, self.chunk, self.topk)
@@ -90,12 +90,12 @@ class DeMo(Compressor):
         return pack_places(places, cuts), values
 
     def _sent(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return the positions of a payload's coefficients, int64, and their values."""
+        """Decode a payload to positions of coefficients, int64, and their values."""
         words, values = payload.parts
         return unpack_places(words, self._cuts(segments)), check_finite(values)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        """Return what one worker sent: the inverse DCT of its coefficients, without the sign."""
+        """Return the inverse DCT of one worker's coefficients, without the sign."""
         places, values = self._sent(payload, ctx.segments)
         restored = values.new_empty(ctx.segments.numel) if ctx.out is None else ctx.out
         first = 0
@@ -108,12 +108,12 @@ class DeMo(Compressor):
         return restored
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-        """Return the update: coefficients averaged over their senders, and the sign taken."""
+        """Return the sign of the inverse DCT of coefficients averaged over their senders."""
         total = payloads[0].parts[-1].new_zeros(ctx.segments.numel)
         senders = torch.zeros_like(total)
         for payload in payloads:
             places, values = self._sent(payload, ctx.segments)
-            total[places] += values  # places are distinct, so additions are in the order of ranks
+            total[places] += values  # places are distinct, so additions are in rank order
             senders[places] += 1
         update = inverse_dct(total.div_(senders.clamp_(min=1)), self._cuts(ctx.segments))
         return update.sign_() if self.sign else update
@@ -124,37 +124,36 @@ class DeMo(Compressor):
 
 
 class DeMoClaims(Claims[DeMo], of=DeMo):
-    """Contracts: the error is the energy of the dropped coefficients. The update is no mean."""
+    """Contractive: the error is the dropped coefficients' energy. The update is not a mean."""
 
     contractive = True
     aggregate = "other"
     portable = False
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return the energy of the smallest coefficients, with room for rounding and denormals."""
+        """Return the energy of the smallest coefficients, with a margin for rounding."""
         dropped = 2.0**-290 * x.count_nonzero().item()
         for cut in self.codec._cuts(ctx.segments):
             energies = exact_dct(x, cut).square()
-            least = energies.sort(dim=1).values[:, : cut.size - cut.kept]
+            least = energies.sort(dim=1).values[:, : cut.size - cut.keep]
             dropped += float(least.sum()) + 2.0**-18 * float(energies.sum())
         return dropped
 
     def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
-        """Return the sign of each coefficient's mean over the workers that sent it.
+        """Return the sign of the inverse DCT of each coefficient's mean over its senders.
 
-        A worker sent the coefficients of what it decodes to that are not 0, up to rounding. NaN: an
-        element below 1e-4 of the largest, whose sign is left to rounding, and a chunk of which a
-        worker sent zeros, as the decoding does not show which.
+        A worker sent the coefficients of its decoded tensor that are not 0, up to rounding. NaN
+        marks elements below 1e-4 of the largest, whose sign rounding decides, and chunks of which a
+        worker sent zeros, because the decoded tensor does not show which.
         """
         update = torch.zeros(ctx.segments.numel, dtype=torch.float64)
         live = torch.zeros(ctx.segments.numel, dtype=torch.bool)
         for cut in self.codec._cuts(ctx.segments):
-            found = torch.stack([exact_dct(one, cut) for one in decoded])
-            all_sent = cut.kept == cut.size
-            sent = (found.abs() > 1e-5 * found.abs().amax((1, 2), keepdim=True)) | all_sent
-            total = torch.where(sent, found, 0.0).sum(0)
+            c = torch.stack([exact_dct(one, cut) for one in decoded])
+            sent = (c.abs() > 1e-5 * c.abs().amax((1, 2), keepdim=True)) | (cut.keep == cut.size)
+            total = torch.where(sent, c, 0.0).sum(0)
             live[cut.place] = bool(total.any())
-            total[(sent.sum(2) < cut.kept).any(0)] = torch.nan
+            total[(sent.sum(2) < cut.keep).any(0)] = torch.nan
             update[cut.place] = exact_dct(total / sent.sum(0).clamp(min=1), cut, inverse=True)
         if not self.codec.sign:
             return update.float()
@@ -164,18 +163,15 @@ class DeMoClaims(Claims[DeMo], of=DeMo):
         return torch.where(unsure, torch.nan, update.sign()).float()
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least topk / size of a chunk, with room for rounding."""
+        """Return the minimum topk / size over chunks, with a margin for rounding."""
         cuts = self.codec._cuts(segments)
-        return min((cut.kept / cut.size for cut in cuts), default=1.0) - 2.0**-18
+        return min((cut.keep / cut.size for cut in cuts), default=1.0) - 2.0**-18
 
 
 # ---- the cosine transform of chunks --------------------------------------------------------------
 #
-# A tensor of at least two dimensions is the matrix shape[0] x rest, a vector or a scalar one row.
-# Each of the two dimensions is cut into pieces of its largest divisor up to a limit. Coefficients
-# lie chunk after chunk, from left to right and then down, each chunk row by row.
-#
-# Indices of kept coefficients count inside their chunk and are packed in ceil(log2 size) bits, at
+# Coefficients are stored chunk by chunk, left to right and then down, each chunk row by row. The
+# indices of kept coefficients are relative to their chunk and packed in ceil(log2 size) bits, at
 # least 1: all indices of one width in the order of tensors and chunks, the narrowest width first.
 
 
@@ -188,27 +184,27 @@ class Chunks(NamedTuple):
     height: int
     across: int
     width: int
-    kept: int
-    """Coefficients kept of each chunk."""
+    keep: int
+    """Coefficients kept per chunk."""
 
     @property
     def number(self) -> int:
-        """How many chunks there are; not 0."""
+        """The number of chunks; at least 1."""
         return self.down * self.across
 
     @property
     def size(self) -> int:
-        """Elements of one chunk."""
+        """Elements per chunk."""
         return self.height * self.width
 
     @property
     def place(self) -> slice:
-        """Where the tensor lies in the bucket, and its coefficients among all."""
+        """The tensor's range in the bucket, and that of its coefficients."""
         return slice(self.start, self.start + self.number * self.size)
 
     @property
     def bits(self) -> int:
-        """Bits of an index in a chunk."""
+        """Bits per index in a chunk."""
         return max(1, (self.size - 1).bit_length())
 
 
@@ -218,27 +214,27 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def cut_chunks(segments: Segments, limit: int, keep: int) -> list[Chunks]:
-    """Return how each tensor that has elements is cut into chunks of at most `limit` x `limit`.
+    """Divide each nonempty tensor into chunks of at most `limit` x `limit` elements.
 
-    `keep` coefficients are kept of a chunk, or all of a smaller one.
+    `keep`: the number of coefficients to keep per chunk, if it has as many.
     """
     cuts = []
     for start, shape in segments.tensors:
         rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, *shape, 1)[:2]
         if rows * columns:
             height, width = _largest_divisor(rows, limit), _largest_divisor(columns, limit)
-            kept = min(keep, height * width)
-            cuts.append(Chunks(start, rows // height, height, columns // width, width, kept))
+            down, across = rows // height, columns // width
+            cuts.append(Chunks(start, down, height, across, width, min(keep, height * width)))
     return cuts
 
 
 SLAB = 1 << 19
-"""Elements that are transformed at a time, so that coefficients stay in a cache."""
+"""Elements to transform at a time, so that coefficients stay in a cache."""
 
 
 @functools.lru_cache(maxsize=32)
 def slabs(cuts: tuple[Chunks, ...], limit: int) -> tuple[tuple[Chunks, ...], ...]:
-    """Return neighbouring chunks in groups of at most `limit` elements, or of one row of chunks."""
+    """Group adjacent chunks to at most `limit` elements, but at least one row of chunks."""
     groups: list[list[Chunks]] = []
     room = 0
     for cut in cuts:
@@ -254,7 +250,7 @@ def slabs(cuts: tuple[Chunks, ...], limit: int) -> tuple[tuple[Chunks, ...], ...
 
 
 def _moved(slab: Sequence[Chunks]) -> list[Chunks]:
-    """Return the chunks of a slab as they lie in it."""
+    """Return the chunks of a slab with positions relative to it."""
     return [cut._replace(start=cut.start - slab[0].start) for cut in slab]
 
 
@@ -264,14 +260,14 @@ def largest(x: Tensor, cuts: Sequence[Chunks]) -> tuple[Tensor, Tensor]:
     for slab in slabs(tuple(cuts), SLAB):
         chunks, start = _moved(slab), slab[0].start
         coefficients = dct(x[start : slab[-1].place.stop], chunks)
-        places, found = selection.largest_elements(coefficients, kept_runs(chunks))
+        places, kept_values = selection.largest_elements(coefficients, kept_runs(chunks))
         positions.append(places.add_(start))
-        values.append(found)
+        values.append(kept_values)
     return torch.cat(positions), torch.cat(values)
 
 
 def dct(x: Tensor, cuts: Sequence[Chunks]) -> Tensor:
-    """Return the DCT coefficients of `x`, float32, shape (n,), chunk after chunk."""
+    """Return the DCT coefficients of `x`, float32, shape (n,), chunk by chunk."""
     return ops.dct.forward(x, [ops.dct.Chunks(*cut[:5]) for cut in cuts])
 
 
@@ -285,7 +281,7 @@ def inverse_dct(
 def exact_dct(x: Tensor, cut: Chunks, *, inverse: bool = False) -> Tensor:
     """Return one tensor's coefficients by SciPy in float64, shape (chunks, size); or the inverse.
 
-    What `dct` and `inverse_dct` are held to. The inverse takes that shape, and returns the tensor's
+    The reference for `dct` and `inverse_dct`. The inverse takes that shape and returns the tensor's
     elements, float64, flat.
     """
     from scipy import fft
@@ -296,37 +292,37 @@ def exact_dct(x: Tensor, cut: Chunks, *, inverse: bool = False) -> Tensor:
         return restored.transpose(1, 2).reshape(-1)
     blocks = x[cut.place].double().view(cut.down, cut.height, cut.across, cut.width)
     chunks = blocks.transpose(1, 2).numpy()
-    found = fft.dctn(chunks, axes=(2, 3), norm="ortho")
-    return torch.from_numpy(found).view(cut.number, cut.size)
+    coefficients = fft.dctn(chunks, axes=(2, 3), norm="ortho")
+    return torch.from_numpy(coefficients).view(cut.number, cut.size)
 
 
 def kept_runs(cuts: Sequence[Chunks]) -> list[KeptRun]:
-    """Return the chunks as runs of segments, for the selection of the largest coefficients."""
-    return [KeptRun(cut.start, cut.number, cut.size, cut.kept) for cut in cuts]
+    """Return the chunks as runs of segments, to select the largest coefficients."""
+    return [KeptRun(cut.start, cut.number, cut.size, cut.keep) for cut in cuts]
 
 
 def _widths(cuts: Sequence[Chunks]) -> list[tuple[int, int]]:
-    """Return (bits of an index, number of indices of that width), the narrowest first."""
+    """Return (bits per index, number of indices of that width), the narrowest first."""
     totals: dict[int, int] = {}
     for cut in cuts:
-        totals[cut.bits] = totals.get(cut.bits, 0) + cut.number * cut.kept
+        totals[cut.bits] = totals.get(cut.bits, 0) + cut.number * cut.keep
     return sorted(totals.items())
 
 
 def count_kept(cuts: Sequence[Chunks]) -> int:
-    """Return how many coefficients are kept."""
-    return sum(cut.number * cut.kept for cut in cuts)
+    """Return the number of kept coefficients."""
+    return sum(cut.number * cut.keep for cut in cuts)
 
 
 def count_words(cuts: Sequence[Chunks]) -> int:
-    """Return how many 32-bit words hold the packed indices."""
+    """Return the number of 32-bit words of the packed indices."""
     return sum(packed_words(n, bits) for bits, n in _widths(cuts))
 
 
 def pack_places(places: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     """Pack the positions of kept coefficients, int64, as indices in their chunks, int32 words."""
     alike: dict[int, list[Tensor]] = {bits: [] for bits, _ in _widths(cuts)}
-    pieces = torch.split(places, [cut.number * cut.kept for cut in cuts]) if cuts else ()
+    pieces = torch.split(places, [cut.number * cut.keep for cut in cuts]) if cuts else ()
     for cut, piece in zip(cuts, pieces, strict=True):
         alike[cut.bits].append((piece - cut.start) % cut.size)
     words = [packing.pack(torch.cat(codes), bits) for bits, codes in alike.items()]
@@ -337,18 +333,18 @@ def unpack_places(words: Tensor, cuts: Sequence[Chunks]) -> Tensor:
     """Return the positions of kept coefficients, int64, from `count_words(cuts)` packed words.
 
     Raises:
-        PayloadError: an index is beyond its chunk, or they do not increase.
+        PayloadError: an index is outside its chunk, or indices do not increase.
     """
     widths = _widths(cuts)
     split = torch.split(words, [packed_words(n, bits) for bits, n in widths]) if cuts else ()
     codes = {bits: packing.unpack(w, bits, n) for w, (bits, n) in zip(split, widths, strict=True)}
     places = [words.new_empty(0, dtype=torch.int64)]
     for cut in cuts:
-        count = cut.number * cut.kept
-        rows = codes[cut.bits][:count].view(cut.number, cut.kept)
+        count = cut.number * cut.keep
+        rows = codes[cut.bits][:count].view(cut.number, cut.keep)
         codes[cut.bits] = codes[cut.bits][count:]
         if int(rows[:, -1].max()) >= cut.size or not (rows.diff(dim=1) > 0).all():
-            raise PayloadError(f"indices in chunks of {cut.size} must increase, and end below it")
+            raise PayloadError(f"indices in chunks of {cut.size} must increase and be below it")
         first = torch.arange(cut.number, device=words.device).mul_(cut.size).add_(cut.start)
         places.append((rows + first.unsqueeze(1)).view(-1))
     return torch.cat(places)

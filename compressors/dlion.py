@@ -1,28 +1,25 @@
 """Distributed Lion: one bit per element up, the majority vote or the average of the bits down.
 
-Worker i keeps its own momentum m_i and sends a sign,
+Worker i has a momentum m_i and sends a sign,
     d_i = sign(b1 m_i + (1 - b1) g_i);   m_i <- b2 m_i + (1 - b2) g_i;
 all apply   theta <- theta - lr (D + weight_decay theta),
     D = sign(sum_i d_i)  (aggregate="vote", MaVo)   or   D = sum_i d_i / N  ("average", Avg).
-sign(0) = +1, and a tied vote is +1.
+sign(0) = +1, so a tied vote is +1.
 
-The codec is exact for signs; where the signs are taken, in the memory, magnitudes are lost. With
-one worker, or equal gradients on all of them, the method is Lion. Each element moves by at most
-lr (1 + weight_decay |theta|), so |theta| falls to 1 / weight_decay and stays below.
-Wire: 1 bit per element up; down 1 bit for the vote, and ceil(log2(N + 1)) bits for the average,
-which is sent as the number of positive signs.
+The codec is exact for signs; the memory, which takes the signs, discards magnitudes. With one
+worker, or equal gradients on all workers, the method is Lion. Each element moves by at most
+lr (1 + weight_decay |theta|) per step, so |theta| stays below 1 / weight_decay once it is there.
+Wire: 1 bit per element up; down 1 bit for the vote, or ceil(log2(N + 1)) bits for the average,
+sent as the number of positive signs.
 Source: Liu et al., NeurIPS 2024, arXiv:2404.00438, algorithm 1; Lion: Chen et al. 2023,
 arXiv:2302.06675.
-Differs: Lion has sign(0) = 0, which one bit cannot say: an element that never has a gradient drifts
-by lr per step (test_dlion.py::test_zeros_count_as_plus).
+Differs: Lion has sign(0) = 0, which one bit cannot represent, so an element without gradients
+drifts by lr per step (test_dlion.py::test_zeros_count_as_plus).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("dlion")
->>> packed = method.compress(torch.tensor([1.0, -1.0, -1.0, 1.0]))
->>> packed.payload.parts[0].tolist()
-[9]
->>> method.decompress(packed)
-tensor([ 1., -1., -1.,  1.])
+>>> method.decompress(method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5])))
+tensor([ 1., -1.,  1., -1.])
 """
 
 from __future__ import annotations
@@ -43,13 +40,13 @@ from gcbench.core.rule import UpdateRule
 
 
 def sign(x: Tensor) -> Tensor:
-    """Return +1 where x >= 0 and -1 elsewhere."""
+    """Return 1 where x >= 0 and -1 elsewhere."""
     return torch.where(x >= 0, 1.0, -1.0)
 
 
 @dataclass(frozen=True)
 class LionMomentum(Memory):
-    """Each worker's momentum; the sign of its interpolation with the gradient is sent."""
+    """A momentum per worker, whose interpolation with the gradient determines the sign to send."""
 
     beta1: float = 0.9
     beta2: float = 0.99
@@ -78,7 +75,7 @@ class Signs(UpdateRule):
 
 @dataclass(frozen=True)
 class DistributedLion(Compressor):
-    """Packed signs. A payload of `count` workers: their vote, or the numbers of positive signs."""
+    """Packed signs. A payload of `count` workers: their vote, or the number of positive signs."""
 
     aggregate: str = "vote"  # or "average"
 
@@ -89,7 +86,7 @@ class DistributedLion(Compressor):
 
     def __post_init__(self) -> None:
         if self.aggregate not in ("vote", "average"):
-            raise ValueError(f"aggregate={self.aggregate!r}: 'vote' or 'average' allowed")
+            raise ValueError(f"aggregate={self.aggregate!r}: expected 'vote' or 'average'")
 
     @property
     def rule(self) -> UpdateRule:
@@ -102,26 +99,25 @@ class DistributedLion(Compressor):
         return ops.sign.pack(x, out=ctx.part(0))
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        words, n, bits = payload.parts[0], ctx.segments.numel, self._bits(payload.count)
-        if bits == 1:
+        words, n, count = payload.parts[0], ctx.segments.numel, payload.count
+        if self._bits(count) == 1:
             return ops.sign.decode(words, 1, n, self.name, out=ctx.out)
-        positive = ops.packing.unpack(words, bits, n)
-        if bool((positive > payload.count).any()):
-            raise PayloadError("more positive signs than workers")
-        return (2 * positive - payload.count).float() / payload.count
+        positive = ops.packing.unpack(words, self._bits(count), n)
+        if bool((positive > count).any()):
+            raise PayloadError(f"more positive signs than {count} workers")
+        return (2 * positive - count).float() / count
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         workers = sum(payload.count for payload in payloads)
         return self.decode(Payload((self.merge(payloads, ctx),), workers), ctx)
 
     def merge(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-        n, counts = ctx.segments.numel, [payload.count for payload in payloads]
+        n, counts = ctx.segments.numel, [p.count for p in payloads]
         if self.aggregate == "vote":
-            words, one = [payload.parts[0] for payload in payloads], [1] * len(payloads)
-            return ops.sign.vote(words, counts, one, n, self.name, width=1, out=ctx.part(0))
-        positive = torch.zeros(n, dtype=torch.int32, device=payloads[0].parts[0].device)
-        for payload in payloads:
-            positive += ops.packing.unpack(payload.parts[0], self._bits(payload.count), n)
+            words, bits = [p.parts[0] for p in payloads], [1] * len(payloads)
+            return ops.sign.vote(words, counts, bits, n, self.name, width=1, out=ctx.part(0))
+        unpacked = [ops.packing.unpack(p.parts[0], self._bits(p.count), n) for p in payloads]
+        positive = torch.stack(unpacked).sum(0, dtype=torch.int32)
         return ops.packing.pack(positive, self._bits(sum(counts)), out=ctx.part(0))
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
@@ -144,7 +140,7 @@ class DistributedLionClaims(Claims[DistributedLion], of=DistributedLion):
         return (sign(mean) if self.aggregate == "vote" else mean).float()
 
     def uncompressed(self, gradients: Iterable[Tensor], warm_up: int) -> Iterator[Tensor]:
-        m, own = torch.zeros(()), LionMomentum()
+        m, memory = torch.zeros(()), LionMomentum()
         for g in gradients:
-            yield torch.where(torch.lerp(m, g, 1 - own.beta1) >= 0, 1.0, -1.0)
-            m = torch.lerp(m, g, 1 - own.beta2)
+            yield sign(torch.lerp(m, g, 1 - memory.beta1))
+            m = torch.lerp(m, g, 1 - memory.beta2)

@@ -3,19 +3,19 @@
 p = gradient + residual;  C(p) = (||p||_1 / d) sign(p) for a segment of d elements, sign(0) = +1;
 new residual = p - C(p);  every worker applies mean_i C(p_i).
 
-Bias and bound: biased; ||C(p) - p||^2 = (1 - phi(p)) ||p||^2 exactly, with the density
-phi(p) = ||p||_1^2 / (d ||p||^2), from 1/d (one nonzero) to 1 (constant magnitude); 2/pi for long
-normal segments. The residual obeys E||e||^2 <= 4 (1 - delta) sigma^2 / delta^2 for gradients of
-E||g||^2 <= sigma^2 and phi >= delta, so the iterates stay close to those of SGD.
-Wire: 1 bit an element and one float32 a segment for a payload. All-gather, in which every worker
-decodes the payloads of all, is the paper's exchange; in a two-shot exchange the owner encodes the
-mean again, with a residual of its own, and the way down costs as much as the way up.
+Biased; ||C(p) - p||^2 = (1 - phi(p)) ||p||^2 exactly, with the density phi(p) =
+||p||_1^2 / (d ||p||^2), from 1/d (one nonzero) to 1 (constant magnitude); 2/pi for long normal
+segments. The residual satisfies E||e||^2 <= 4 (1 - delta) sigma^2 / delta^2 if E||g||^2 <= sigma^2
+and phi >= delta, so the iterates stay close to those of SGD.
+Wire: 1 bit per element and one float32 per segment. The paper uses all-gather: every worker decodes
+all payloads. In a two-shot exchange the owner encodes the mean again, with another residual, and
+down costs as much as up.
 Source: Karimireddy et al., ICML 2019, arXiv:1901.09847, algorithm 1 (EF-SIGNSGD), lemma 3, and
 theorem II.
-The residual is kept in units of the gradient and is rescaled when the learning rate changes; the
-learning rate multiplies the mean. So the updates are the paper's, with p = lr g + e, also the first
-(test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory is that of one
-worker. The authors' code takes one scale a tensor, the default here; finer ones raise phi.
+The residual has units of the gradient and is rescaled when the learning rate changes; the learning
+rate multiplies the mean. The updates equal the paper's, whose p is lr g + e, from the first step on
+(test_signsgd.py::test_ef_first_step_has_the_learning_rate_of_all). The theory assumes one worker.
+The authors' code has one scale per tensor, the default here; more scales increase phi.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("efsignsgd")
@@ -77,7 +77,7 @@ class EFSignSGD(Compressor):
 
 
 class EFSignSGDClaims(Claims[EFSignSGD], of=EFSignSGD):
-    """Contracts: the relative squared error is 1 - phi, phi the density of the segment."""
+    """Contractive: the relative squared error is 1 - phi, phi the density of the segment."""
 
     contractive = True
     exact_for = ("signs",)
@@ -85,11 +85,11 @@ class EFSignSGDClaims(Claims[EFSignSGD], of=EFSignSGD):
     gaussian_error = 1 - 2 / math.pi
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return sum (1 - phi) ||x||^2 over the segments, the error itself up to rounding."""
+        """Return sum (1 - phi) ||x||^2 over the segments, the exact error up to rounding."""
         total, square = ops.statistics.moments(x.abs(), ctx.segments)
         count = torch.tensor(ctx.segments.lengths, dtype=torch.float64, device=x.device)
         return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 
     def delta(self, segments: Segments) -> float:
-        """Return the least possible density, 1/d of the longest segment, less some rounding."""
+        """Return the minimum density, 1/d of the longest segment, less rounding."""
         return (1 - 2.0**-18) / max(1, *segments.lengths, 1)

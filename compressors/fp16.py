@@ -3,13 +3,13 @@
 x' = fl16(max(-65504, min(65504, x))), rounded to nearest, ties to even; denormals are kept.
 
 Biased; per element |x - x'| <= max(u |x|, min(|x|, 2^-25), |x| - 65504), u = 2^-11: rounding, the
-denormal range (everything up to 2^-25 becomes 0), clipping. Normal input of any scale in between
-has a relative squared error of u^2 / (8 ln 2) = 4.30e-8 to within 0.5 %.
-Wire: 16 bits an element, up and down. Two-shot and all-gather add in float32, and two-shot rounds
-the mean once more on the way down. All-reduce is not offered: sums in 16 bits would be rounded at
-every addition, and no residual would contain that error.
+denormal range (magnitudes up to 2^-25 become 0), clipping. Normally distributed input within that
+range has a relative squared error of u^2 / (8 ln 2) = 4.30e-8 to within 0.5 %.
+Wire: 16 bits per element, up and down. Two-shot and all-gather add in float32; two-shot rounds the
+mean again. All-reduce is not supported: 16-bit sums would be rounded at every addition, an error
+that no residual contains.
 Source: IEEE 754-2008 binary16, section 3.6; without loss scaling or gradient clipping.
-A plain cast sends infinity above 65520; here nothing infinite is ever sent
+Differs from a plain cast, which maps values above 65520 to infinity
 (test_half.py::test_nothing_infinite_is_sent).
 
 >>> import gcbench, torch

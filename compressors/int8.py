@@ -1,19 +1,19 @@
-"""Eight bits an element: linear quantization in blocks, each scaled by its largest magnitude.
+"""Eight bits per element: linear quantization in blocks, each scaled by its largest magnitude.
 
 a = max |x| of the block;  c = round(127 x / a), an integer in -127..127;  x' = (c / 127) a.
 
-Nearest (ties to even): biased, |x - x'| <= a / 254 per element. The largest element is exact and an
-element below a / 254 becomes 0, so the error is below the input in blocks of every length.
-Stochastic: |c| is one of the two integers around y = 127 |x| / a, the upper one with probability p
-= y - floor(y): unbiased, variance (a / 127)^2 p (1 - p). Normal input in blocks of 256: nearest has
-an error of E[a^2] / (12 * 127^2) = 4.8e-5 of the energy, stochastic of twice that.
-Wire: 8 bits an element and one float32 (a) a block: 8.125 bits at 256, up and down; the owner adds
-in float32 and encodes the mean again. For normal input, blocks of 64 have 27 % less error and cost
-0.375 bits more; blocks of 4096 save 0.117 bits and have 55 % more. Code -128 is never sent.
+Nearest (ties to even): biased, |x - x'| <= a / 254 per element. The largest element is exact and
+elements below a / 254 become 0, so the error is below the input for blocks of any length.
+Stochastic: |c| is one of the two integers around y = 127 |x| / a, the upper one with probability
+p = y - floor(y): unbiased, variance (a / 127)^2 p (1 - p). For normal input in blocks of 256 the
+error is E[a^2] / (12 * 127^2) = 4.8e-5 of the energy with nearest, twice that with stochastic.
+Wire: 8 bits per element and one float32 (a) per block: 8.125 bits at 256, up and down; the owner
+adds in float32 and encodes the mean again. For normal input, blocks of 64 have 27 % less error and
+cost 0.375 bits more; blocks of 4096 save 0.117 bits and have 55 % more. Code -128 is never sent.
 Source: Dettmers, ICLR 2016, arXiv:1511.04561: the linear 8-bit quantization compared there, with
 blocks as in Dettmers et al., ICLR 2022, arXiv:2110.02861, section 2.1.
-Differs from code that sends the scale a / 127: sending a makes the block's largest element exact,
-and blocks near the largest float32 finite (test_int8.py::test_block_maxima_are_exact).
+Differs from code that sends the scale a / 127: sending a keeps the block's largest element exact,
+and blocks near the maximum of float32 finite (test_int8.py::test_block_maxima_are_exact).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("int8")
@@ -43,23 +43,23 @@ TOP = 127
 
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """Blockwise absmax quantization to 8 bits. A merged payload holds the encoded mean."""
+    """Blockwise absmax quantization to 8 bits. A merged payload is the encoded mean."""
 
     rounding: str = "nearest"  # or "stochastic"
-    granularity: str | int = 256  # elements of a block; or "tensor", "model", "column"
+    granularity: str | int = 256  # elements per block; or "tensor", "model", "column"
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     variants = ({}, {"rounding": "stochastic"}, {"granularity": "tensor"})
 
     def __post_init__(self) -> None:
         if self.rounding not in ops.int8.ROUNDINGS:
-            raise ValueError(f"rounding={self.rounding!r}: 'nearest' or 'stochastic' allowed")
+            raise ValueError(f"rounding={self.rounding!r}: expected 'nearest' or 'stochastic'")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         return ops.int8.encode(x, ctx.segments, self.rounding, ctx.key, out=ctx.parts)
 
     def _opened(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor, int]:
-        """Return codes, scales and count; refuse codes other than 0 where a block's scale is 0."""
+        """Return codes, scales and count; PayloadError for nonzero codes in a block of scale 0."""
         codes, scales = payload.parts
         zero = scales == 0
         if bool(zero.any()):
@@ -67,7 +67,7 @@ class Int8(Compressor):
                 torch.ones_like(codes, dtype=scales.dtype), zero.float(), segments
             )
             if bool(codes[silent != 0].any()):
-                raise PayloadError("codes in a block whose scale is 0")
+                raise PayloadError("nonzero codes in a block of scale 0")
         return codes, scales, payload.count
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
@@ -83,7 +83,7 @@ class Int8(Compressor):
 
 
 class Int8Claims(Claims[Int8], of=Int8):
-    """Rounding to the nearest contracts; stochastic rounding is unbiased."""
+    """Rounding to nearest is contractive; stochastic rounding is unbiased."""
 
     exact_for = ("signs", "ternary", "bytes", "sparse")
     two_levels = True
@@ -96,8 +96,7 @@ class Int8Claims(Claims[Int8], of=Int8):
     def contractive(self) -> bool:
         """True for "nearest", and for stochastic rounding in blocks of up to 127^2 - 127 elements.
 
-        n stochastic errors, each below a / 127, have together a squared norm below a^2 if n <
-        127^2.
+        The squared norm of n errors below a / 127 is below a^2 if n < 127^2.
         """
         short = isinstance(self.codec.granularity, int) and self.codec.granularity <= TOP**2 - TOP
         return self.codec.rounding == "nearest" or short
@@ -116,10 +115,7 @@ class Int8Claims(Claims[Int8], of=Int8):
         )
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return the sum of squared bounds, with a margin for float32's rounding.
-
-        That is four roundings, each below 2^-17 of a step.
-        """
+        """Return the sum of squared bounds, with a margin for four roundings of 2^-17 of a step."""
         size, step = self._steps(x, ctx.segments)
         if self.unbiased:
             worst = torch.where((size > 0) & (size < TOP * step), (1 + 2**-14) * step, 0.0)
@@ -130,12 +126,12 @@ class Int8Claims(Claims[Int8], of=Int8):
     def delta(self, segments: Segments) -> float | None:
         """Return 1 - (d - 1) / 254^2 for the longest block of d elements; None if not above 0.
 
-        The largest element is exact, the others err by at most half a step; with stochastic
-        rounding, in expectation, p (1 - p) <= 1/4 of a squared step.
+        The largest element is exact; the others have an error of at most half a step, or with
+        stochastic rounding an expected squared error of p (1 - p) <= 1/4 of a squared step.
         """
         longest = max(segments.lengths, default=0)
-        kept = 1 - (1 + 2.0**-13) * max(0, longest - 1) / (2 * TOP) ** 2
-        return kept if kept > 0 else None
+        delta = 1 - (1 + 2.0**-13) * max(0, longest - 1) / (2 * TOP) ** 2
+        return delta if delta > 0 else None
 
     def omega(self, segments: Segments) -> float | None:
         """Return (d - 1) / 254^2 for the longest block of d elements, as p (1 - p) <= 1/4."""

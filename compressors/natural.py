@@ -1,14 +1,14 @@
 """Natural compression: stochastic rounding to a power of two, sent as sign and exponent.
 
 |x| = 2^a (1 + f), 0 <= f < 1, is rounded to 2^(a+1) with probability f and to 2^a otherwise. f is
-the fraction of the float, so a comparison with a draw is all that is computed. Denormals, below
-2^-126, become 0.
+the fraction of the float, so encoding only compares it with a draw. Denormals, below 2^-126, become
+0.
 
-Bias and variance: unbiased; the variance of an element is (|x| - 2^a) (2^(a+1) - |x|), at most
-x^2 / 8, so it also contracts. For normal input of any scale the squared error is (3/4 - ln 2) / ln
-2 = .0820 of the squared norm. Above 2^127 nothing is rounded up, as 2^128 is no float32.
-Wire: 9 bits an element and no scale for a payload. All-gather hands down those of all workers;
-two-shot draws once more for the mean.
+Unbiased; the variance per element is (|x| - 2^a) (2^(a+1) - |x|), at most x^2 / 8, so the method is
+contractive, too. For normally distributed input the squared error is (3/4 - ln 2) / ln 2 = .0820 of
+the squared norm. Values above 2^127 are rounded down, as 2^128 exceeds float32.
+Wire: 9 bits per element, without scales. All-gather sends the payloads of all workers down;
+two-shot rounds the mean at random again.
 Source: Horvath et al. 2019, arXiv:1905.10988: natural compression, omega = 1/8. 0 has one code,
 and a payload with infinity, NaN or -0 is refused.
 
@@ -55,7 +55,7 @@ class Natural(Compressor):
 
 
 class NaturalClaims(Claims[Natural], of=Natural):
-    """Unbiased, and contracts: the variance is at most an eighth."""
+    """Unbiased and contractive: the variance is at most x^2 / 8."""
 
     unbiased = True
     two_levels = True
@@ -65,10 +65,7 @@ class NaturalClaims(Claims[Natural], of=Natural):
     gaussian_error = (0.75 - math.log(2)) / math.log(2)
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return ||x||^2 / 8, a bound in expectation.
-
-        Denormals and elements beyond 2^127 are counted with their full square.
-        """
+        """Return ||x||^2 / 8, in expectation; denormals and values above 2^127 count fully."""
         size = x.double().abs()
         share = torch.where((size >= 2.0**-126) & (size <= 2.0**127), 1 / 8, 1.0)
         return float((share * size.square()).sum())

@@ -1,9 +1,8 @@
-"""No compression: the gradient as it is, the baseline of every comparison.
+"""No compression: the gradient in float32, the baseline of every comparison.
 
 x' = x; exact.
-Wire: 32 bits an element (float32), up and down.
-Source: none. Payloads are summed, and the sum is divided by the number of workers once, after the
-reduction.
+Wire: 32 bits per element (float32), up and down.
+Source: none. The sum of the payloads is divided by the number of workers once, after the reduction.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("none")
@@ -37,7 +36,7 @@ from gcbench.core.compressor import (
 
 @dataclass(frozen=True)
 class NoCompression(Compressor):
-    """The gradient in float32. A payload of `count` workers holds their sum."""
+    """The gradient in float32. A payload of `count` workers is their sum."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
 
@@ -59,7 +58,7 @@ class NoCompression(Compressor):
 
 
 def _summed(payloads: Sequence[Payload], out: Tensor | None) -> Tensor:
-    """Return the sum of the payloads, added in the order of ranks."""
+    """Return the sum of the payloads, added in rank order."""
     first = payloads[0].parts[0]
     total = first.clone() if out is None else out.copy_(first)
     for payload in payloads[1:]:

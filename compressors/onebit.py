@@ -1,22 +1,21 @@
-"""1-bit SGD: one bit an element, and the mean of each of the two classes.
+"""1-bit SGD: one bit per element, and the means of the two classes.
 
 V = gradient + residual;  bit = [V >= 0];  m1 = mean{V : V >= 0}, m0 = mean{V : V < 0} of a column
 (0 for an empty class);  V^ = m1 where the bit is 1, m0 elsewhere;  new residual = V - V^.
 
-Bias and bound: biased; the sum of each class is preserved, and (m0, m1) is the pair of least
-squared error for the threshold 0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), n0 and
-n1 the sizes of the classes. That is at most (1 - 1/d) ||V||^2 for columns of d elements, and
-(1 - 2/pi) ||V||^2 for long normal ones.
-Wire: 1 bit an element and two float32 a column, up and down: 1 + 64/d bits an element for columns
-of d. The owner of a shard encodes the mean again, with a residual of its own.
+Biased; the sum of each class is preserved, and (m0, m1) minimizes the squared error for threshold
+0: ||V - V^||^2 = ||V||^2 - sum_columns (n1 m1^2 + n0 m0^2), n0 and n1 the sizes of the classes. It
+is at most (1 - 1/d) ||V||^2 for columns of d elements, and (1 - 2/pi) ||V||^2 for long normal ones.
+Wire: 1 bit per element and two float32 per column, up and down: 1 + 64/d bits per element for
+columns of d. The owner of a shard encodes the mean again, with another residual.
 Source: Seide et al., Interspeech 2014: quantization with error feedback, the means of a column, the
 exchange in stripes. Its double buffering is `--delay 1` with half the batch, and its cold start
 `--start-step k`.
-Differences: the residual is V - V^, as in CNTK; the paper prints G - V^, which drops the residual
-carried from earlier steps (test_onebit.py::test_the_printed_residual_loses_mass). Workers are
-averaged where the paper sums. CNTK stores weights column-major as outputs x inputs, so its
-column is one input's outgoing weights; here a column is one output's incoming weights, the stretch
-that is contiguous in torch, and a vector is one column (test_a_column_is_one_output_unit).
+Differs: the residual is V - V^, as in CNTK; the paper prints G - V^, which drops the residual of
+earlier steps (test_onebit.py::test_the_printed_residual_loses_mass). Workers are averaged; the
+paper sums. CNTK stores weights column-major as outputs x inputs, so its column is one input's
+outgoing weights; here a column is one output's incoming weights, which are contiguous in torch, and
+a vector is one column (test_a_column_is_one_output_unit).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("onebit")
@@ -44,7 +43,7 @@ from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload,
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """One-bit quantization to two class means a segment; parts are the bits, m0 and m1."""
+    """One-bit quantization to two class means per segment; parts are the bits, m0 and m1."""
 
     granularity: str | int = "column"  # or "tensor", "model", or a group size
 
@@ -78,7 +77,7 @@ class OneBit(Compressor):
 
 
 class OneBitClaims(Claims[OneBit], of=OneBit):
-    """Contracts: the two means are the best pair of values for the threshold 0."""
+    """Contractive: the two means are the best pair of values for threshold 0."""
 
     contractive = True
     exact_for = ("signs",)
@@ -86,7 +85,7 @@ class OneBitClaims(Claims[OneBit], of=OneBit):
     gaussian_error = 1 - 2 / math.pi
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2), the error itself up to rounding."""
+        """Return ||x||^2 - sum(n1 m1^2 + n0 m0^2), the exact error up to rounding."""
         count, total, square = ops.sign.class_moments(x, ctx.segments)
         return ops.sign.mean_error(ops.sign.class_means(count, total), count, total, square)
 

@@ -1,22 +1,22 @@
 """1-bit Adam: the momentum of Adam is exchanged in one bit per element, after a warm-up in fp32.
 
 Steps t <= T (`--start-step T`): Adam, with gradients exchanged in fp32. Then its second moment v
-is frozen, and worker i with gradient g_i sends the momentum, not the gradient:
+is frozen, and worker i with gradient g_i sends the momentum:
     p_i = b1 m + (1 - b1) g_i + e_i;   c_i = C(p_i);   e_i <- p_i - c_i;
 owner of a shard:   s = mean_i c_i + E;   m <- C(s);   E <- s - m;
 all:   theta <- theta - lr (m / (1 - b1^t)) / (sqrt(v) + eps).
-C(x) = (||x||_1 / d) sign(x) for a tensor of d elements, as in `efsignsgd`. Error feedback works
-before a linear update, and v, which is not linear in the gradients, no longer changes.
+C(x) = (||x||_1 / d) sign(x) for a tensor of d elements, as in `efsignsgd`. Error feedback needs an
+update that is linear in the gradients, hence the constant v.
 
-Biased; C contracts: ||C(x) - x||^2 = (1 - phi) ||x||^2, phi the density of x, at least 1/d and 2/pi
-for long normal x. Both residuals telescope. They are in units of the momentum, and do not follow
-the learning rate.
-Wire: 1 bit per element and one float32 per tensor, up and down; 32 bits during the warm-up, for
-which the source takes 15 to 25 % of the steps. Tensors that stay dense are updated by Adam.
+Biased; contractive: ||C(x) - x||^2 = (1 - phi) ||x||^2, phi the density of x: at least 1/d, and
+2/pi for long normal x. Residuals are in units of the momentum, so the learning rate does not
+rescale them.
+Wire: 1 bit per element and one float32 per tensor, up and down; 32 bits per element during the
+warm-up (15 to 25 % of the steps in the source). Adam updates tensors that stay dense.
 Source: Tang et al., ICML 2021, arXiv:2102.02888, algorithm 1.
-Differs: v is frozen with its bias correction, so that the step size does not jump after a short
-warm-up. An element whose gradient was 0 throughout the warm-up does not move afterwards, as under
-DeepSpeed's momentum mask (test_onebitadam.py::test_elements_without_gradient_do_not_move).
+Differs: v is frozen with its bias correction, so the step size does not jump after a short warm-up.
+An element whose gradient was 0 throughout the warm-up does not move afterwards, as with DeepSpeed's
+momentum mask (test_onebitadam.py::test_elements_without_gradient_do_not_move).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("onebitadam")
@@ -44,10 +44,10 @@ from .efsignsgd import EFSignSGD, EFSignSGDClaims
 
 @dataclass(frozen=True)
 class ExchangedMomentum(Memory):
-    """The momentum that all workers received last, and the errors of compressing the next one."""
+    """The momentum that all workers received last, and the error of compressing the next one."""
 
     beta1: float = 0.9
-    warm_up: bool = False  # gradients are exchanged in fp32, and the momentum follows their mean
+    warm_up: bool = False  # exchange gradients in fp32, and update the momentum by their mean
 
     buffers: ClassVar[tuple[str, ...]] = ("error",)
     joint: ClassVar[tuple[str, ...]] = ("momentum",)
@@ -67,11 +67,7 @@ class ExchangedMomentum(Memory):
         torch.sub(offered, sent, out=ctx.state["error"])
 
     def apply(self, mean: Tensor, ctx: Context) -> Tensor:
-        momentum = ctx.joint["momentum"]
-        if self.warm_up:
-            momentum.lerp_(mean, 1 - self.beta1)
-        else:
-            momentum.copy_(mean)
+        ctx.joint["momentum"].lerp_(mean, 1 - self.beta1 if self.warm_up else 1.0)
         return mean
 
     def dense(self) -> Memory:
@@ -80,7 +76,7 @@ class ExchangedMomentum(Memory):
 
 @dataclass(frozen=True)
 class FrozenAdam(UpdateRule):
-    """Adam; its second moment follows the gradients of the warm-up and is then frozen."""
+    """Adam whose second moment is updated by the gradients of the warm-up, then frozen."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -124,7 +120,7 @@ class OneBitAdam(EFSignSGD):
 
 
 class OneBitAdamClaims(EFSignSGDClaims, of=OneBitAdam):
-    """The codec contracts; with one worker and no loss it is Adam, frozen after the warm-up."""
+    """Contractive; with one worker and an exact codec the method is Adam with a frozen v."""
 
     codec: OneBitAdam
 

@@ -1,24 +1,23 @@
 """PowerSGD: each matrix of the gradient as a product of rank r, by one step of power iteration.
 
-M, n x m, is a tensor of at least two dimensions taken as the matrix shape[0] x rest.
+M, n x m, is a tensor of at least two dimensions reshaped to shape[0] x rest.
 P = mean_i(M_i Q);  P^ = orthonormalize(P);  Q' = mean_i(M_i^T P^);  M' = P^ Q'^T.
 The next step starts from Q' (warm start); the first Q is N(0, 1) from the shared seed.
 
-Biased. Linear: workers with gradients M_i get the same M' as one worker with their mean M. P^ has
-orthonormal columns and M' = P^ P^^T M is a projection, so the error ||M - M'|| is at most ||M||,
-and at least that of the best approximation of rank r; it is 0 if r >= rank(M). For a normal Q,
-E||M - M'||^2 <= (1 - r / min(n, m)) ||M||^2. Proof: let s_i be the expected squared length of the
-projection of the i-th left singular vector on the span of P^. The s_i sum to r, and s_i rises with
-the singular value sigma_i, by symmetry and the convexity of log det in log sigma.
-Wire: two all-reduces of float32 with r n (P) and then r m (Q') values a matrix. Vectors, scalars
+Biased. Linear: workers with gradients M_i compute the same M' as one worker with their mean M. P^
+has orthonormal columns and M' = P^ P^^T M is a projection, so the error ||M - M'|| is at most
+||M||, and at least that of the best approximation of rank r; it is 0 if r >= rank(M). For a normal
+Q, E||M - M'||^2 <= (1 - r / min(n, m)) ||M||^2. Proof: let s_i be the expected squared length of
+the projection of the i-th left singular vector on the span of P^. The s_i sum to r, and s_i
+increases with the singular value sigma_i, by symmetry and the convexity of log det in log sigma.
+Wire: two all-reduces of float32 with r n (P) and then r m (Q') values per matrix. Vectors, scalars
 and matrices with r (n + m) >= n m are sent uncompressed in the first.
-Source: Vogels et al., NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2; error feedback takes
-the residual from the global reconstruction, as in algorithm 2.
-The authors' code divides each column of P by its norm plus an epsilon; after a gradient of zeros
-its Q stays 0 for the rest of the run. Here a column of P that depends on the others is replaced by
-a random one, so that P^ is always orthonormal (test_powersgd.py::test_warm_start_survives_zeros).
-And Q is orthonormalized between steps, which keeps its span and bounds the magnitude of P by that
-of the gradient.
+Source: Vogels et al., NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2; the residual is computed
+from the global reconstruction, as in algorithm 2.
+Differs: the authors' code divides each column of P by its norm plus an epsilon, so Q stays 0 after
+one gradient of zeros. Here a column of P that depends on the others is replaced by a random one, so
+P^ is always orthonormal (test_powersgd.py::test_warm_start_survives_zeros). Q is orthonormalized
+between steps, which preserves its span and bounds the magnitude of P by that of the gradient.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("powersgd", rank=1)
@@ -59,8 +58,8 @@ LARGEST = torch.finfo(torch.float32).max
 class PowerSGD(MultiRoundCompressor):
     """Low-rank approximation in two rounds; the state is Q of all matrices, r rows of m each."""
 
-    rank: int = 2  # columns of P and Q; the paper takes 2 for images, 4 for language
-    warm_start: bool = True  # False draws Q anew at every step
+    rank: int = 2  # columns of P and Q; the paper uses 2 for images, 4 for language
+    warm_start: bool = True  # False: draw a new Q at every step
 
     memory: ClassVar[str] = "residual"
     scratch = True
@@ -68,17 +67,17 @@ class PowerSGD(MultiRoundCompressor):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: a number of columns, at least 1")
+            raise ValueError(f"rank={self.rank}: expected at least 1 column")
 
     def _tensors(self, segments: Segments) -> Iterator[tuple[slice, int, int]]:
-        """Yield each tensor's place in the bucket and n, m; size, 0 if it is not compressed."""
+        """Yield each tensor's range in the bucket, and n, m, or size, 0 if it is not compressed."""
         for start, shape in segments.tensors:
             n, m = shape[0] if shape else 1, math.prod(shape[1:])
             thin = len(shape) > 1 and self.rank * (n + m) < n * m
             yield (slice(start, start + n * m), *((n, m) if thin else (n * m, 0)))
 
     def _sizes(self, segments: Segments, part: int) -> list[int]:
-        """Return how many values of round `part` belong to each tensor."""
+        """Return the number of values of each tensor in round `part`."""
         shapes = [(n, m) for _, n, m in self._tensors(segments)]
         return [self.rank * m if part else self.rank * n if m else n for n, m in shapes]
 
@@ -89,7 +88,7 @@ class PowerSGD(MultiRoundCompressor):
     def in_rounds(
         self, x: Tensor, state: Tensor, ctx: Context
     ) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Do one power iteration for each matrix; `p` and `q` are P^T, (r, n), and Q^T, (r, m)."""
+        """Run one power iteration per matrix; `p` and `q` are P^T, (r, n), and Q^T, (r, m)."""
         tensors = list(self._tensors(ctx.segments))
         matrices = [x[place].view(n, m) for place, n, m in tensors if m]
 
@@ -114,7 +113,7 @@ class PowerSGD(MultiRoundCompressor):
         return out, _joined(x, [ops.lowrank.orthonormalize(q_i) for q_i in q])
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        """Return P^ Q'^T, and the tensors that are not compressed: what the rounds end with."""
+        """Return the result of the rounds: P^ Q'^T, and the uncompressed tensors."""
         first, second = map(check_finite, payload.parts)
         shapes = [(n, m) for _, n, m in self._tensors(ctx.segments)]
         pieces = torch.split(first, self._sizes(ctx.segments, 0))
@@ -136,7 +135,7 @@ class PowerSGD(MultiRoundCompressor):
         segments: Segments,
         out: Tensor,
     ) -> None:
-        """Write P^ Q'^T of each matrix, and of other tensors the piece of the first mean."""
+        """Write P^ Q'^T of each matrix, and the other tensors from the first mean, to `out`."""
         factors = zip(p, q, strict=True)
         for piece, (place, _, m) in zip(pieces, self._tensors(segments), strict=True):
             if m:
@@ -145,7 +144,7 @@ class PowerSGD(MultiRoundCompressor):
                 torch.clamp(piece, -LARGEST, LARGEST, out=out[place])
 
     def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Cut values into matrices of r rows, each of one of these lengths."""
+        """Split values into matrices of r rows of these lengths."""
         pieces = torch.split(values, [self.rank * length for length in lengths])
         return [piece.view(self.rank, -1) for piece in pieces]
 
@@ -155,26 +154,26 @@ class PowerSGD(MultiRoundCompressor):
 
 
 def _joined(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Return all values as one vector; infinities become the largest float32, and NaN 0."""
+    """Concatenate all values; infinities become the largest float32, NaN becomes 0."""
     return torch.cat([x.new_empty(0), *(piece.view(-1) for piece in pieces)]).nan_to_num_()
 
 
 class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
-    """Contracts: the approximation is a projection."""
+    """Contractive: the approximation is a projection."""
 
     contractive = True
     portable = False
 
     @property
     def exact_for(self) -> tuple[str, ...]:
-        """Return the ranks of matrices that arrive exactly: up to the method's own."""
+        """Return the ranks of matrices that are exact: up to the method's rank."""
         return tuple(f"rank {rank}" for rank in (1, 2, 4) if rank <= self.codec.rank)
 
     def settled_error(self, x: Tensor, ctx: Context) -> float | None:
         """Return the error of the best approximation, to 1 % (Eckart and Young 1936).
 
-        Power iteration converges to it, if singular value r + 1 is well below the r-th; 1e-6 of the
-        energy is left to rounding. None without a warm start.
+        Power iteration converges to it if singular value r + 1 is well below the r-th; 1e-6 of the
+        energy is a margin for rounding. None without a warm start.
         """
         if not self.codec.warm_start:
             return None
@@ -187,7 +186,7 @@ class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
         return total
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return the bound in expectation over Q, with a margin for float32's rounding."""
+        """Return the bound in expectation over Q, with a margin for rounding."""
         return sum(
             (1 - self.codec.rank / min(n, m) + 2**-18) * float(x[place].double().square().sum())
             for place, n, m in self.codec._tensors(ctx.segments)
@@ -195,10 +194,9 @@ class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
         )
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least r / min(n, m), in expectation over Q; None with a warm start.
+        """Return the minimum r / min(n, m), in expectation over Q; None with a warm start.
 
-        The bound holds for a Q that is drawn anew. For a Q from an earlier gradient there is none:
-        the new gradient may be orthogonal to it.
+        There is no bound for a Q of an earlier gradient: the new gradient may be orthogonal to it.
         """
         if self.codec.warm_start:
             return None

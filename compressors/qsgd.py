@@ -1,20 +1,21 @@
 """QSGD: each segment's gradient rounded at random to s evenly spaced levels of its norm.
 
 Q(v)_i = ||v|| sgn(v_i) xi_i;  with a = |v_i| / ||v|| and l = floor(a s),
-xi_i = (l + 1) / s with probability a s - l, else l / s;  zeta_i = s xi_i is what travels.
+xi_i = (l + 1) / s with probability a s - l, else l / s;  zeta_i = s xi_i is sent.
 
-Bias and variance: unbiased, to within 2^-23 of a step by 24-bit draws; Var Q(v)_i =
-(||v|| / s)^2 p (1 - p) exactly, p = a s - l. Sum over a segment of d: with the 2-norm at most
-min(d / s^2, sqrt(d) / s) ||v||_2^2 (d / 4 s^2 holds too); with the largest magnitude at most
-min(d ||v||_inf^2 / 4 s^2, ||v||_inf ||v||_1 / s). Not contractive: no error feedback.
-Wire: ceil(log2(2s + 1)) bits an element ("fixed"), or one bit stream over all segments:
-"omega-dense" Elias(zeta + 1), then a sign if zeta > 0, for each element; "omega-sparse" for each
-nonzero one Elias(distance), a sign, Elias(zeta). One float32 norm a segment, a short one too.
+Unbiased, to within 2^-23 of a step because draws have 24 bits; Var Q(v)_i = (||v|| / s)^2 p (1 - p)
+exactly, p = a s - l. The sum over a segment of d elements is at most
+min(d / s^2, sqrt(d) / s) ||v||_2^2 with the 2-norm (d / 4 s^2 holds too), and at most
+min(d ||v||_inf^2 / 4 s^2, ||v||_inf ||v||_1 / s) with the maximum norm. Not contractive: no error
+feedback.
+Wire: ceil(log2(2s + 1)) bits per element ("fixed"), or one bit stream over all segments:
+"omega-dense" encodes each element as Elias(zeta + 1) and a sign if zeta > 0; "omega-sparse" encodes
+each nonzero element as Elias(distance), a sign, Elias(zeta). One float32 norm per segment.
 Source: Alistarh et al., NeurIPS 2017, arXiv:1610.02132: quantizer and both codes section 3.1,
 bounds Theorem 3.2 and Corollary 3.3; buckets and norm="max", as in all experiments, section 4.
-Differs from the paper: the positions of "omega-sparse" run on across segments, behind the number
-of nonzeros; 2.8 bits at s = sqrt(d) are not reached (test_qsgd.py::test_claimed_*). The
-2-norm of a whole tensor drowns it in noise (test_qsgd.py::test_whole_tensor_*).
+Differs from the paper: the distances of "omega-sparse" continue across segments, after the number
+of nonzeros; 2.8 bits at s = sqrt(d) are not reached (test_qsgd.py::test_claimed_*). With the 2-norm
+of a whole tensor, noise dominates the gradient (test_qsgd.py::test_whole_tensor_*).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("qsgd", levels=4)
@@ -43,9 +44,9 @@ from gcbench.core.errors import PayloadError
 
 @dataclass(frozen=True)
 class QSGD(Compressor):
-    """Stochastic rounding to levels -s..s of a norm. A payload of `count` workers: their mean."""
+    """Stochastic rounding to levels -s..s of a norm. A merged payload is the encoded mean."""
 
-    levels: int = 7  # s, the levels above zero; 2^(b - 1) - 1 of them fill b bits
+    levels: int = 7  # s, the levels above zero; 2^(b - 1) - 1 of them use b bits
     norm: str = "max"  # or "2"
     granularity: int | str = 512  # the bucket; or "tensor", "column", "model"
     coding: str = "fixed"  # or "omega-dense", "omega-sparse"
@@ -61,11 +62,11 @@ class QSGD(Compressor):
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels < 2**15:
-            raise ValueError(f"levels={self.levels}: 1 to {2**15 - 1} allowed")
+            raise ValueError(f"levels={self.levels}: expected 1 to {2**15 - 1}")
         if self.norm not in ops.levels.NORMS:
-            raise ValueError(f"norm={self.norm!r}: allowed are {', '.join(ops.levels.NORMS)}")
+            raise ValueError(f"norm={self.norm!r}: expected {' or '.join(ops.levels.NORMS)}")
         if self.coding not in ops.levels.CODINGS:
-            raise ValueError(f"coding={self.coding!r}: allowed are {', '.join(ops.levels.CODINGS)}")
+            raise ValueError(f"coding={self.coding!r}: expected {', '.join(ops.levels.CODINGS)}")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         if (self.norm, self.coding) == ("max", "fixed"):
@@ -75,9 +76,9 @@ class QSGD(Compressor):
         return ops.levels.encode(*code, out=ctx.part(0)), norms
 
     def _opened(self, payload: Payload) -> tuple[Tensor, Tensor, int]:
-        """Return words, norms and count; with the omega codings no layout is declared."""
+        """Return words, norms and count; omega codings declare no layout, so check their number."""
         if len(payload.parts) != 2:
-            raise PayloadError(f"payload has {len(payload.parts)} parts: words and norms expected")
+            raise PayloadError(f"payload has {len(payload.parts)} parts: expected words and norms")
         return (*payload.parts, payload.count)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
@@ -91,7 +92,7 @@ class QSGD(Compressor):
         return ops.levels.mean(parts, *code, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout | None:
-        """Return words and norms; None where the words depend on the data."""
+        """Return the sizes of words and norms; None if the words depend on the data."""
         if self.coding != "fixed":
             return None
         words = ops.packing.packed_words(segments.numel, ops.levels.bits(self.levels))
@@ -99,14 +100,14 @@ class QSGD(Compressor):
 
 
 class QSGDClaims(Claims[QSGD], of=QSGD):
-    """Unbiased; the variance is exact, and bounded by lemma 3.1 or the card."""
+    """Unbiased; the variance is exact, and bounded by lemma 3.1 or the module's docstring."""
 
     unbiased = True
     two_levels = True
 
     @property
     def exact_for(self) -> tuple[str, ...]:
-        """Inputs of which every element lies on a level; a bucket of one element always does."""
+        """Inputs whose elements all lie on levels, as in any bucket of one element."""
         if self.codec.granularity == 1:
             return ("signs", "ternary", "integers", "bytes", "sparse")
         if self.codec.norm == "2":
@@ -118,12 +119,12 @@ class QSGDClaims(Claims[QSGD], of=QSGD):
 
     @property
     def smallest(self) -> float:
-        """Return s 2^-100: the step of a segment's levels is not denormal."""
+        """Return s 2^-100, so that the step between levels is not denormal."""
         return self.codec.levels * ops.statistics.TINY
 
     @property
     def nominal_bits(self) -> float | None:
-        """Return code and norm; for "omega-dense" at s = sqrt(d) what Corollary 3.3 claims."""
+        """Return the bits of code and norm; for "omega-dense" at s = sqrt(d), Corollary 3.3."""
         bucket = self.codec.granularity if isinstance(self.codec.granularity, int) else 0
         side = 32 / bucket if bucket else 0.0
         if self.codec.coding == "fixed":
@@ -136,7 +137,7 @@ class QSGDClaims(Claims[QSGD], of=QSGD):
         return 2.8 + side if claimed else None
 
     def omega(self, segments: Segments) -> float:
-        """Return the bound of the card over ||x||^2: at worst ||x||_inf = ||x|| of a segment.
+        """Return the module docstring's bound over ||x||^2; at worst ||x||_inf = ||x||.
 
         max-norm: ||v||_inf ||v||_1 <= (1 + sqrt d) / 2 ||v||^2, attained by one large element.
         """

@@ -3,19 +3,19 @@
 x'_i = (d/k) x_i for k = max(1, ceil(rho d)) positions drawn uniformly without replacement in a
 segment of d, else 0; with `scaled=False` x'_i = x_i there.
 
-Bias and variance: scaled, E[x'] = x with variance (d/k - 1) x_i^2, so E||x' - x||^2 =
-(d/k - 1) ||x||^2 exactly, 99 times the energy of x at rho = .01. Averaging over workers does not
-reduce it, as all keep the same positions. Unscaled, E||x' - x||^2 = (1 - k/d) ||x||^2: contractive
-in expectation, for error feedback: `--set scaled=false --memory residual`.
-Positions: each element draws a random 32-bit word, and the k largest are kept, of equal words those
-at the lowest positions, so P(kept) is k/d to within 2^-32. Positions follow from seed, step and
-element, so no index is sent.
-Wire: 32 k bits, 32 rho an element, up and down. The positions are the same on all workers, so an
+Scaled, E[x'] = x with variance (d/k - 1) x_i^2, so E||x' - x||^2 = (d/k - 1) ||x||^2 exactly, 99
+times the energy of x at rho = .01. Averaging over workers does not reduce it, because all workers
+keep the same positions. Unscaled, E||x' - x||^2 = (1 - k/d) ||x||^2: contractive in expectation,
+for error feedback: `--set scaled=false --memory residual`.
+Positions: each element draws a random 32-bit integer, and the k largest are kept, ties by lowest
+position, so P(kept) is k/d to within 2^-32. Positions follow from seed, step and element, so no
+index is sent.
+Wire: 32 k bits, 32 rho per element, up and down. All workers have the same positions, so an
 all-reduce can sum the values; the sum is divided and scaled once.
 Source: Stich et al., NeurIPS 2018, arXiv:1809.07599, definition 2.2 and lemma A.1 (rand_k,
-unscaled, with memory); scaled, from a seed: the subsampling of Konecny et al. 2016,
-arXiv:1610.05492, whose positions differ from worker to worker; here all workers have the same, as
-in Vogels et al., NeurIPS 2019 (test_randomk.py::test_positions_are_shared_and_fresh).
+unscaled, with memory). Scaled, from a seed: the subsampling of Konecny et al. 2016,
+arXiv:1610.05492, where positions differ between workers; here they are the same, as in Vogels et
+al., NeurIPS 2019 (test_randomk.py::test_positions_are_shared_and_fresh).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("randomk", ratio=0.5)
@@ -52,10 +52,10 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """The values at positions that all workers draw alike; a payload of `count` holds their sum."""
+    """Values at positions that all workers share; a payload of `count` workers is their sum."""
 
-    ratio: float = 0.01  # share of the elements of a segment that is kept
-    scaled: bool = True  # times d/k: unbiased; without: for error feedback
+    ratio: float = 0.01  # fraction of a segment's elements to keep
+    scaled: bool = True  # multiply by d/k: unbiased; False: for error feedback
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather")
@@ -63,11 +63,11 @@ class RandomK(Compressor):
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio}: above 0 and at most 1 allowed")
+            raise ValueError(f"ratio={self.ratio}: expected a number above 0 and at most 1")
         Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
 
     def draw_shared(self, ctx: Context) -> Tensor:
-        """Return the positions that are kept, int64, shape (K,), increasing."""
+        """Return the kept positions, int64, shape (K,), increasing."""
         runs = ops.selection.kept_runs(ctx.segments, self.ratio)
         return ops.selection.random_positions(ctx.key, runs)
 
@@ -79,12 +79,12 @@ class RandomK(Compressor):
         if self.scaled:
             runs = ops.selection.kept_runs(ctx.segments, self.ratio)
             factor = ops.selection.kept_values([run.inverse for run in runs], runs)
-            # A scaled value that would exceed float32 saturates.
+            # Scaled values saturate instead of exceeding float32.
             values.mul_(factor.to(values.device)).clamp_(-FLOAT_MAX, FLOAT_MAX)
         return ops.selection.scatter(values, ctx.shared, ctx.segments.numel, out=ctx.out)
 
     def merge(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-        """Return the sum of the payloads, added in the order of ranks; it has no further error."""
+        """Return the sum of the payloads, added in rank order: exact."""
         first, place = payloads[0].parts[0], ctx.part(0)
         total = first.clone() if place is None else place.copy_(first)
         for payload in payloads[1:]:
@@ -92,7 +92,7 @@ class RandomK(Compressor):
         return total
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-        """Return the decoding of the sum, in the bits of an all-reduce in the order of ranks."""
+        """Return the decoded sum, with the bits of an all-reduce in rank order."""
         merged, workers = self.merge(payloads, ctx), sum(payload.count for payload in payloads)
         return self.decode(Payload((merged,), workers), ctx)
 
@@ -102,7 +102,7 @@ class RandomK(Compressor):
 
 
 class RandomKClaims(Claims[RandomK], of=RandomK):
-    """Unbiased if scaled; otherwise it contracts in expectation."""
+    """Unbiased if scaled; otherwise contractive in expectation."""
 
     two_levels = True
 
@@ -127,21 +127,21 @@ class RandomKClaims(Claims[RandomK], of=RandomK):
         return 1 / self.codec.ratio - 1 if self.codec.scaled else 1 - self.codec.ratio
 
     def error_bound(self, x: Tensor, ctx: Context) -> float | None:
-        """Return sum (1 - k/d) ||x||^2 over the segments, the expectation of the unscaled error."""
+        """Return sum (1 - k/d) ||x||^2 over the segments, the expected unscaled error."""
         mean_error = ops.selection.dropped_energy(
             x, ctx.segments, ops.selection.kept_runs(ctx.segments, self.codec.ratio)
         )
         return None if self.codec.scaled else mean_error
 
     def delta(self, segments: Segments) -> float | None:
-        """Return the least k/d of a segment, in expectation; None for the scaled method."""
+        """Return the minimum k/d over segments, in expectation; None for the scaled method."""
         runs = [run for run in ops.selection.kept_runs(segments, self.codec.ratio) if run.length]
         return (
             None if self.codec.scaled else min((run.keep / run.length for run in runs), default=1.0)
         )
 
     def omega(self, segments: Segments) -> float | None:
-        """Return the largest d/k - 1 of a segment; None for the unscaled method."""
+        """Return the maximum d/k - 1 over segments; None for the unscaled method."""
         runs = ops.selection.kept_runs(segments, self.codec.ratio)
         return max((run.inverse for run in runs), default=1.0) - 1 if self.codec.scaled else None
 

@@ -1,20 +1,20 @@
-"""signSGD with majority vote: one bit an element up, one bit down, no scale.
+"""signSGD with majority vote: one bit per element up, one bit down, no scale.
 
-Worker i sends sign(g_i), the owner of a shard answers V = sign(sum_i sign(g_i)), and every worker
+Worker i sends sign(g_i), the owner of a shard returns V = sign(sum_i sign(g_i)), and every worker
 applies x <- x - lr V. Each element moves by lr, so learning rates are those of Adam (1e-4 to 1e-3).
 
-Bias and bound: biased, and magnitudes are lost, so not contractive. With unimodal symmetric noise
-of standard deviation sigma, the vote of M workers is wrong with probability at most sigma /
-(sqrt(M) |g|). With skewed noise it can be wrong with a probability that tends to 1 as M grows.
-Wire: 1 bit an element, up and down. With `abstain` 2 bits both ways, with `quorum` 2 bits down.
+Biased, and magnitudes are lost, so not contractive. With unimodal symmetric noise of standard
+deviation sigma, the vote of M workers is wrong with probability at most sigma / (sqrt(M) |g|). With
+skewed noise that probability can tend to 1 as M grows.
+Wire: 1 bit per element, up and down. With `abstain` 2 bits both ways, with `quorum` 2 bits down.
 Source: Bernstein et al., ICML 2018, arXiv:1802.04434, algorithms 1 (signSGD), 2 (Signum) and 3
 (vote), theorems 1 and 2. Signum is `--memory momentum`: a worker sends its momentum's sign.
 sign(0) = +1 and a tied vote is +1, as in the authors' bit-packed vote (arXiv:1810.05291); their
-first code sent 0 (test_signsgd.py::test_zeros_and_ties_count_as_plus). So weights that get no
-gradient drift by the learning rate at every step, unless a tiny `abstain` stops them. With an even
-number of workers so do all others, by the votes that are tied: `ties="coin"` ended 27 points higher
-with 4 workers (`gcbench help findings`). Abstention is theirs without a rule; here a worker sends 0
-where |g| < abstain * rms of its tensor, or g = 0, and the vote is 0, as in a tie, where it is won
+first code sent 0 (test_signsgd.py::test_zeros_and_ties_count_as_plus). Weights without gradient
+therefore drift by the learning rate per step, unless a tiny `abstain` prevents it. With an even
+number of workers, ties let the other weights drift, too: `ties="coin"` ended 27 points higher with
+4 workers (`gcbench help findings`). The source mentions abstention without a rule. Here a worker
+sends 0 where g = 0 or |g| < abstain * rms of its tensor, and the vote is 0 where it is tied or won
 by fewer than min(quorum, M) votes.
 
 >>> import gcbench, torch
@@ -44,11 +44,11 @@ from gcbench.core.errors import UsageError
 
 @dataclass(frozen=True)
 class SignSGD(Compressor):
-    """Signs and their majority vote. A payload of `count` workers holds the outcome."""
+    """Signs and their majority vote. A payload of `count` workers is the outcome."""
 
     ties: str = "plus"  # a tied vote is +1, or a fair "coin": M workers are as good as M - 1
-    abstain: float = 0.0  # in root mean squares of the tensor; 0: nobody abstains
-    quorum: int = 1  # votes by which a majority must win
+    abstain: float = 0.0  # threshold, in root mean squares of the tensor; 0: no abstention
+    quorum: int = 1  # minimum margin of a majority, in votes
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     recipe: ClassVar[Mapping[str, Any]] = {
@@ -61,19 +61,20 @@ class SignSGD(Compressor):
 
     def __post_init__(self) -> None:
         if self.ties not in ("plus", "coin"):
-            raise ValueError(f"ties={self.ties!r}: 'plus' or 'coin' allowed")
+            raise ValueError(f"ties={self.ties!r}: expected 'plus' or 'coin'")
         if not (math.isfinite(self.abstain) and self.abstain >= 0):
-            raise ValueError(f"abstain={self.abstain}: root mean squares, 0 for no abstention")
+            raise ValueError(f"abstain={self.abstain}: expected a finite number, at least 0")
         if self.quorum < 1:
-            raise ValueError(f"quorum={self.quorum}: at least 1 vote")
+            raise ValueError(f"quorum={self.quorum}: expected at least 1 vote")
         if self.ties == "coin" and self._bits(2) == 2:
-            raise ValueError("ties='coin': with abstain or quorum a tied vote is 0")
+            raise ValueError("ties='coin': with abstain or quorum a tied vote is 0; leave it out")
 
     def legal_collectives(self) -> tuple[str, ...]:
-        return self.collectives[:1] if self.ties == "coin" else self.collectives  # owners toss
+        # Only an owner can toss a coin.
+        return self.collectives[:1] if self.ties == "coin" else self.collectives
 
     def _bits(self, count: int) -> int:
-        """Return the bits of a code for `count` workers; the signs of one need no quorum."""
+        """Return the bits per code of `count` workers; one worker's signs need no quorum."""
         return 2 if self.abstain or (self.quorum > 1 and count > 1) else 1
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
@@ -90,13 +91,13 @@ class SignSGD(Compressor):
         return ops.sign.decode(payload.parts[0], bits, ctx.segments.numel, self.name, out=ctx.out)
 
     def _tied(self, payloads: Sequence[Payload]) -> bool:
-        """Return whether a coin decides ties of these votes."""
+        """Return whether a coin decides ties between these votes."""
         return self.ties == "coin" and sum(payload.count for payload in payloads) % 2 == 0
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
         """Return the vote, as `merge` does; UsageError if ties need the owner's coin."""
         if self._tied(payloads):
-            raise UsageError(f"{self!r} needs collective twoshot: a mean has no coin to toss")
+            raise UsageError(f"{self!r} needs collective twoshot: only an owner can toss a coin")
         vote, workers = self.merge(payloads, ctx), sum(payload.count for payload in payloads)
         return self.decode(Payload((vote,), workers), ctx)
 
@@ -125,7 +126,7 @@ class SignSGDClaims(Claims[SignSGD], of=SignSGD):
         return self.codec.quorum == 1 and not self.codec.abstain
 
     def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
-        """Return the winner of at least min(quorum, M) votes, else 0; of ties +1, or a coin."""
+        """Return the sign that wins by min(quorum, M) votes or more, else 0; ties: +1 or a coin."""
         votes = torch.stack([one.double() for one in decoded]).sum(0)
         won = torch.where(votes.abs() >= min(self.codec.quorum, len(decoded)), votes.sign(), 0.0)
         if not self.signs:
@@ -134,7 +135,7 @@ class SignSGDClaims(Claims[SignSGD], of=SignSGD):
 
     @property
     def exact_for(self) -> tuple[str, ...]:
-        # All magnitudes are 1 = rms, at which a worker must not abstain; zeros need abstention.
+        # All magnitudes are 1 = rms, where a worker must not abstain; zeros need abstention.
         return (
             ()
             if self.codec.abstain > 1

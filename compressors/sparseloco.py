@@ -1,23 +1,23 @@
-"""SparseLoCo: the largest elements of chunks of 4096, their values in 2 bits.
+"""SparseLoCo: the largest elements of chunks of 4096, with 2-bit values.
 
-Each segment is cut into chunks of `chunk` elements, the last of which may be shorter. Of a chunk of
-d elements the k = min(d, max(1, ceil(topk d / chunk))) of largest |x_i| are kept, of equal ones the
-lowest indices. Each is sent as a sign and one of two magnitudes of its segment: with t the mean of
-the kept |x_i|, these are the mean of those that are at least t, and the mean of those below t.
+Each segment is divided into chunks of `chunk` elements; the last may be shorter. Of a chunk of d
+elements the k = min(d, max(1, ceil(topk d / chunk))) of largest |x_i| are kept, ties by lowest
+index. Each is sent as a sign and one of two magnitudes per segment: with t the mean of the kept
+|x_i|, these are the mean of those that are at least t, and the mean of those below t.
 
-Biased; x' is the orthogonal projection of x onto two vectors, the signs of the larger and those of
-the smaller kept elements. So ||x - x'||^2 = ||x||^2 - ||x'||^2, and ||x'||^2 >= S^2 / K, S the sum
-of the K kept magnitudes of a segment (Cauchy-Schwarz). If 64 of 4096 normal values are kept, the
-two means retain 99.5 % of their energy (test_sparseloco.py::test_two_magnitudes_keep_most).
+Biased; x' is the orthogonal projection of x onto two vectors, the signs of the larger and of the
+smaller kept elements. So ||x - x'||^2 = ||x||^2 - ||x'||^2, and ||x'||^2 >= S^2 / K, S the sum of
+the K kept magnitudes of a segment (Cauchy-Schwarz). If 64 of 4096 normal values are kept, the two
+means retain 99.5 % of their energy (test_sparseloco.py::test_two_magnitudes_keep_most).
 Memory: p = g + 0.95 e; e = p - x'(p): the decaying residual replaces the momentum of the outer
 optimizer (algorithm 1); with `--local-steps` g is the difference of parameters.
-Wire: an index of ceil(log2 chunk) bits and 2 bits of value for each kept element,
-64 (12 + 2) / 4096 = 0.219 bits an element, and 2 float32 a segment. Only all-gather is offered: in
-a two-shot exchange the owners would select and quantize once more.
+Wire: an index of ceil(log2 chunk) bits and 2 bits of value per kept element, 64 (12 + 2) / 4096 =
+0.219 bits per element, and 2 float32 per segment. Only all-gather is supported: in a two-shot
+exchange owners would select and quantize again.
 Source: Sarfi, Therien, Lidin and Belilovsky 2025, arXiv:2508.15706: 1-3 % density, chunks of 4096,
 error feedback with decay 0.95, 2 bits.
-Their code cuts a matrix into blocks of 64 x 64 where we take 4096 neighbours, and its quantizer
-rounds to bins of the standard deviation and sends a table of their means.
+Differs: their code uses blocks of 64 x 64 of a matrix instead of 4096 consecutive elements, and its
+quantizer rounds to bins of the standard deviation and sends a table of their means.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("sparseloco", chunk=4, topk=3)
@@ -46,7 +46,7 @@ from gcbench.ops.selection import KeptRun
 
 VALUE_BITS = 2
 NEGATIVE, LARGE = 1, 2
-"""The two bits of a value's code: it is negative; it has the larger magnitude."""
+"""The two bits of a value's code: negative; larger magnitude."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class SparseLoCo(Compressor):
     """Top-k of chunks; parts are the indices in the chunks, the codes, the two magnitudes."""
 
     chunk: int = 4096  # elements
-    topk: int = 64  # elements sent of a whole chunk
-    granularity: str | int = "tensor"  # what has two magnitudes of its own: see `Segments.of`
+    topk: int = 64  # elements sent per full chunk
+    granularity: str | int = "tensor"  # what shares two magnitudes: see `Segments.of`
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
     memory: ClassVar[str] = "residual"
@@ -64,9 +64,9 @@ class SparseLoCo(Compressor):
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= 2**16:
-            raise ValueError(f"chunk={self.chunk}: 1 to 65536 elements, so an index has 16 bits")
+            raise ValueError(f"chunk={self.chunk}: expected 1 to 65536 elements (16-bit indices)")
         if not 1 <= self.topk <= self.chunk:
-            raise ValueError(f"topk={self.topk}: 1 to chunk={self.chunk} elements are allowed")
+            raise ValueError(f"topk={self.topk}: expected 1 to chunk={self.chunk} elements")
 
     @property
     def index_bits(self) -> int:
@@ -74,12 +74,12 @@ class SparseLoCo(Compressor):
         return max(1, (self.chunk - 1).bit_length())
 
     def _runs(self, segments: Segments) -> list[KeptRun]:
-        """Return the chunks as runs: for each segment the whole chunks, and a shorter last one."""
+        """Return the chunks as runs: per segment the full chunks, and a shorter last one."""
         runs = []
         for which, first, length in segments.runs:
             whole, rest = divmod(length, self.chunk)
             keep = min(rest, -(-self.topk * rest // self.chunk))
-            if rest and not whole:  # equal segments shorter than a chunk are one run
+            if rest and not whole:  # equal segments shorter than a chunk form one run
                 runs.append(KeptRun(first, which.stop - which.start, rest, keep))
                 continue
             for start in range(first, first + length * (which.stop - which.start), max(1, length)):
@@ -89,8 +89,8 @@ class SparseLoCo(Compressor):
                     runs.append(KeptRun(start + whole * self.chunk, 1, rest, keep))
         return runs
 
-    def _kept(self, segments: Segments) -> Segments:
-        """Return the segments of the concatenated kept elements, one for each of `segments`."""
+    def _groups(self, segments: Segments) -> Segments:
+        """Return the segments of the concatenated kept elements, one per segment of x."""
         offsets = [0]
         for length in segments.lengths:
             whole, rest = divmod(length, self.chunk)
@@ -99,16 +99,16 @@ class SparseLoCo(Compressor):
         return Segments(tuple(offsets))
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        runs, kept = self._runs(ctx.segments), self._kept(ctx.segments)
+        runs, groups = self._runs(ctx.segments), self._groups(ctx.segments)
         positions, values = ops.selection.largest_elements(x, runs)
         size = values.abs()
-        counts = torch.tensor(kept.lengths, dtype=torch.float64, device=x.device)
-        total, _ = ops.statistics.moments(size, kept)
-        level = _spread(total / counts.clamp(min=1), kept)
+        counts = torch.tensor(groups.lengths, dtype=torch.float64, device=x.device)
+        total, _ = ops.statistics.moments(size, groups)
+        level = _spread(total / counts.clamp(min=1), groups)
         large = size.double() >= level
-        above, _ = ops.statistics.moments(size * large, kept)
+        above, _ = ops.statistics.moments(size * large, groups)
         many = torch.zeros_like(total)
-        for which, rows in kept.views(large.float()):
+        for which, rows in groups.views(large.float()):
             many[which] = rows.double().sum(1)  # counts: exact in any order
         magnitudes = torch.stack(
             ((total - above) / (counts - many).clamp(min=1), above / many.clamp(min=1))
@@ -121,22 +121,22 @@ class SparseLoCo(Compressor):
         )
 
     def _open(self, payload: Payload, segments: Segments) -> tuple[Tensor, Tensor]:
-        """Return a payload's positions, int64, and values, float32, shape (K,) each."""
+        """Decode a payload to positions, int64, and values, float32, shape (K,) each."""
         indices, codes, magnitudes = payload.parts
-        runs, kept = self._runs(segments), self._kept(segments)
+        runs, groups = self._runs(segments), self._groups(segments)
         low, high = magnitudes.view(2, -1)
         if not (high.isfinite() & (low >= 0) & (low <= high)).all():
-            raise PayloadError("magnitudes finite, from 0 on and in order expected")
-        places = packing.unpack(indices, self.index_bits, kept.numel).long()
+            raise PayloadError("magnitudes must be finite, at least 0 and in increasing order")
+        places = packing.unpack(indices, self.index_bits, groups.numel).long()
         counts = [run.rows * run.keep for run in runs]
-        for run, own in zip(runs, torch.split(places, counts) if runs else (), strict=True):
-            rows = own.view(run.rows, run.keep)
+        for run, chunk in zip(runs, torch.split(places, counts) if runs else (), strict=True):
+            rows = chunk.view(run.rows, run.keep)
             if int(rows[:, -1].max()) >= run.length or not (rows.diff(dim=1) > 0).all():
                 raise PayloadError(
-                    f"indices in a chunk of {run.length} must increase, and end below it"
+                    f"indices in a chunk of {run.length} must increase and be below its size"
                 )
-        code = packing.unpack(codes, VALUE_BITS, kept.numel)
-        size = torch.where((code & LARGE) != 0, _spread(high, kept), _spread(low, kept))
+        code = packing.unpack(codes, VALUE_BITS, groups.numel)
+        size = torch.where((code & LARGE) != 0, _spread(high, groups), _spread(low, groups))
         values = torch.where((code & NEGATIVE) != 0, -size, size)
         return places + _starts(runs, places.device), values
 
@@ -145,12 +145,12 @@ class SparseLoCo(Compressor):
         return ops.selection.scatter(values, positions, ctx.segments.numel, out=ctx.out)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-        """Return the mean over all workers, added in the order of ranks; not sent counts as 0."""
+        """Return the mean over all workers, added in rank order; elements not sent count as 0."""
         parts = [(*self._open(payload, ctx.segments), payload.count) for payload in payloads]
         return ops.selection.mean(parts, ctx.segments.numel, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
-        total = self._kept(segments).numel
+        total = self._groups(segments).numel
         return (
             (torch.int32, packing.packed_words(total, self.index_bits)),
             (torch.int32, packing.packed_words(total, VALUE_BITS)),
@@ -158,14 +158,14 @@ class SparseLoCo(Compressor):
         )
 
 
-def _spread(values: Tensor, kept: Segments) -> Tensor:
-    """Return one value a segment, shape (m,), repeated for each of its elements, shape (n,)."""
-    counts = torch.tensor(kept.lengths, device=values.device)
-    return values.repeat_interleave(counts, output_size=kept.numel)
+def _spread(values: Tensor, groups: Segments) -> Tensor:
+    """Repeat one value per segment, shape (m,), for each of its elements, shape (n,)."""
+    counts = torch.tensor(groups.lengths, device=values.device)
+    return values.repeat_interleave(counts, output_size=groups.numel)
 
 
 def _starts(runs: Sequence[KeptRun], device: torch.device) -> Tensor:
-    """Return the first element of each kept element's chunk, int64, shape (K,)."""
+    """Return the start of each kept element's chunk, int64, shape (K,)."""
     starts = [torch.empty(0, dtype=torch.int64, device=device)]
     for run in runs:
         first = torch.arange(run.rows, device=device).mul_(run.length).add_(run.start)
@@ -174,7 +174,7 @@ def _starts(runs: Sequence[KeptRun], device: torch.device) -> Tensor:
 
 
 class SparseLoCoClaims(Claims[SparseLoCo], of=SparseLoCo):
-    """Contracts: the decoding is an orthogonal projection of x."""
+    """Contractive: the decoded tensor is an orthogonal projection of x."""
 
     contractive = True
     exact_for = ("sparse",)
@@ -184,7 +184,7 @@ class SparseLoCoClaims(Claims[SparseLoCo], of=SparseLoCo):
         return self.codec.topk * (self.codec.index_bits + VALUE_BITS) / self.codec.chunk
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return ||x||^2 - sum S^2 / K over the segments, with room for the means' rounding."""
+        """Return ||x||^2 - sum S^2 / K over the segments, with a margin for rounding the means."""
         size, lost = x.double().abs(), 0.0
         for _, rows in ctx.segments.views(size):
             if not rows.shape[1]:
@@ -193,19 +193,19 @@ class SparseLoCoClaims(Claims[SparseLoCo], of=SparseLoCo):
             for chunk in torch.split(rows, self.codec.chunk, dim=1):
                 keep = min(chunk.shape[1], -(-self.codec.topk * chunk.shape[1] // self.codec.chunk))
                 largest.append(chunk.topk(keep, dim=1).values)
-            kept = torch.cat(largest, dim=1)
-            captured = kept.sum(1).square() / kept.shape[1] * (1 - 2.0**-40)
+            selected = torch.cat(largest, dim=1)
+            captured = selected.sum(1).square() / selected.shape[1] * (1 - 2.0**-40)
             lost += float((rows.square().sum(1) - captured).clamp(min=0).sum())
-            lost += 2.0**-298 * kept.numel()
+            lost += 2.0**-298 * selected.numel()
         return min(lost, float(size.square().sum()))
 
     def delta(self, segments: Segments) -> float:
-        """Return the least k/d of a chunk, divided by the largest K of a segment.
+        """Return the minimum k/d over chunks, divided by the maximum K over segments.
 
         The selection keeps at least k/d of a chunk's energy, and the two means at least 1/K of the
-        energy of a segment's K kept elements, as S^2 >= the sum of their squares.
+        energy of a segment's K kept elements, as S^2 is at least the sum of their squares.
         """
         runs = self.codec._runs(segments)
         share = min((run.keep / run.length for run in runs), default=1.0)
-        most = max(self.codec._kept(segments).lengths, default=1)
+        most = max(self.codec._groups(segments).lengths, default=1)
         return share / max(1, most) * (1 - 2.0**-30)

@@ -1,17 +1,16 @@
 """TernGrad: gradients in three levels, {-s, 0, +s}.
 
 f(g) = max(-c sigma, min(c sigma, g)), sigma the standard deviation of the segment;  t = sign(f) b,
-P(b_k = 1) = |f_k| / s, s the largest |f| of all workers;  all apply s * sum_i t_i / N.
+P(b_k = 1) = |f_k| / s, s the largest |f| of all workers;  all workers apply s * sum_i t_i / N.
 
-Bias and variance: unbiased for f(g), hence for g without clipping; E||s t||^2 = s ||f||_1 exactly,
-so the variance is s ||f||_1 - ||f||^2. Not contractive. A segment of equal values, or of a single
-element, has sigma = 0, and eq. (21) would clip it to zeros; it is not clipped, and s is max |g|.
-Wire: up 2 bits an element (nominal: log2 3 = 1.585), down the sum of N codes in ceil(log2(2N + 1))
-bits (two-shot). All-reduce needs that width rounded up to a power of two, both ways. To agree on s
-takes one float32 a segment.
+Unbiased for f(g), hence for g without clipping. E||s t||^2 = s ||f||_1 exactly, so the variance is
+s ||f||_1 - ||f||^2. Not contractive. A segment of equal values has sigma = 0, and eq. (21) would
+clip it to zeros; it is not clipped, and s is max |g|.
+Wire: 2 bits per element up (nominal: log2 3 = 1.585); down the sum of N codes in ceil(log2(2N + 1))
+bits (two-shot). All-reduce rounds that width up to a power of two, both ways. Sharing s takes one
+float32 per segment.
 Source: Wen et al., NeurIPS 2017, arXiv:1705.07878: eq. (1)-(4); clipping, eq. (21), and the shared
-scale, section 3.3.
-The authors' code takes the scale c max_i sigma_i: `scale="c-sigma"`
+scale, section 3.3. The authors' code uses s = c max_i sigma_i: `scale="c-sigma"`
 (test_terngrad.py::test_c_sigma_*).
 
 >>> import gcbench, torch
@@ -40,11 +39,11 @@ from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload,
 
 @dataclass(frozen=True)
 class TernGrad(Compressor):
-    """Stochastic ternary codes; a payload of `count` workers holds their sum, offset by count."""
+    """Stochastic ternary codes; a payload of `count` workers is their sum, offset by count."""
 
-    clip: float = 2.5  # standard deviations; 0 switches clipping off
-    scale: str = "clipped-max"  # or "c-sigma", the rule of the authors' code
-    share: bool = True  # agree on the largest scale of all workers first
+    clip: float = 2.5  # standard deviations; 0: no clipping
+    scale: str = "clipped-max"  # or "c-sigma", as in the authors' code
+    share: bool = True  # use the largest scale of all workers
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
@@ -52,28 +51,28 @@ class TernGrad(Compressor):
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.clip) and self.clip >= 0):
-            raise ValueError(f"clip={self.clip}: a number of standard deviations, 0 for none")
+            raise ValueError(f"clip={self.clip}: expected standard deviations, or 0 for none")
         if self.scale not in ("clipped-max", "c-sigma"):
-            raise ValueError(f"scale={self.scale!r}: 'clipped-max' or 'c-sigma' allowed")
+            raise ValueError(f"scale={self.scale!r}: expected 'clipped-max' or 'c-sigma'")
         if self.scale == "c-sigma" and not self.clip:
             raise ValueError("scale='c-sigma' is clip * sigma: it needs clip > 0")
 
     def legal_collectives(self) -> tuple[str, ...]:
-        return self.collectives if self.share else ("allgather",)  # codes add up under one scale
+        return self.collectives if self.share else ("allgather",)  # sums need one scale
 
-    def _own(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
+    def _scales(self, x: Tensor, segments: Segments) -> tuple[Tensor | None, Tensor]:
         """Return clipping thresholds (None: no clipping) and this worker's scales, (m,) each."""
         return ops.ternary.scales(x, segments, self.clip, at_limit=self.scale == "c-sigma")
 
     def prepare(self, x: Tensor, ctx: Context) -> Prepared:
-        limit, own = self._own(x, ctx.segments)
-        return Prepared(own if self.share else x.new_empty(0), (limit, own))
+        limit, scale = self._scales(x, ctx.segments)
+        return Prepared(scale if self.share else x.new_empty(0), (limit, scale))
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        limit, own = ctx.prepared or self._own(x, ctx.segments)
-        scale, words = ctx.shared if self.share else own, ctx.part(0)
-        words = ops.ternary.encode(x, limit, scale, ctx.segments, ctx.key, out=words)
-        return words if self.share else (words, own)
+        limit, scale = ctx.prepared or self._scales(x, ctx.segments)
+        scale = ctx.shared if self.share else scale
+        words = ops.ternary.encode(x, limit, scale, ctx.segments, ctx.key, out=ctx.part(0))
+        return words if self.share else (words, scale)
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:
         return [Payload((piece,)) for piece in ops.packing.split_words(payload.parts[0], 2, bounds)]
@@ -122,13 +121,13 @@ class TernGradClaims(Claims[TernGrad], of=TernGrad):
 
     @property
     def gaussian_error(self) -> float | None:
-        known = {2.0: 0.65281, 2.5: 1.00953, 3.0: 1.39676}  # tests compute the integrals
-        return None if isinstance(self.codec.granularity, int) else known.get(self.codec.clip)
+        by_clip = {2.0: 0.65281, 2.5: 1.00953, 3.0: 1.39676}  # tests compute the integrals
+        return None if isinstance(self.codec.granularity, int) else by_clip.get(self.codec.clip)
 
     def _limits(self, x: Tensor, segments: Segments) -> Tensor:
-        """Return each element's threshold, float64, shape (n,); none is infinity.
+        """Return each element's threshold, float64, shape (n,); infinity: no clipping.
 
-        The equations in float64, and not the encoder's own: what it does is held to them.
+        It follows the equations in float64, independently of the encoder, which is tested by it.
         """
         limits = torch.full((len(segments),), math.inf, dtype=torch.float64)
         for which, start, length in segments.runs:
@@ -141,9 +140,9 @@ class TernGradClaims(Claims[TernGrad], of=TernGrad):
         return limits.repeat_interleave(torch.tensor(segments.lengths, dtype=torch.int64))
 
     def target(self, x: Tensor, ctx: Context) -> Tensor:
-        """Return x clipped at c standard deviations of its segment, unless all of it is equal.
+        """Return x clipped at c standard deviations of its segment, unless all values are equal.
 
-        With `scale="c-sigma"` the scale that all agreed on is the threshold.
+        With `scale="c-sigma"` the shared scale is the threshold.
         """
         if self.codec.scale == "c-sigma" and self.codec.share:
             return ops.statistics.clamp_(x.clone(), ctx.shared, ctx.segments)
@@ -159,9 +158,9 @@ class TernGradClaims(Claims[TernGrad], of=TernGrad):
         return None if self.codec.clip else (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
 
     def variance(self, x: Tensor, ctx: Context) -> Tensor:
-        """Return s |f| - f^2: s is the scale that all agreed on, or the segment's own.
+        """Return s |f| - f^2, s the shared or the segment's scale.
 
-        Its own is the largest |f|, or the threshold with `scale="c-sigma"`.
+        The latter is the largest |f|, or the threshold with `scale="c-sigma"`.
         """
         f = self.target(x, ctx).double()
         if self.codec.share:

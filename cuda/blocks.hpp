@@ -1,4 +1,4 @@
-// What codecs of blocks that have one scale each share: the largest magnitude of a block, and the check of scales.
+// Shared by codecs of blocks with one scale each: the largest magnitude of a block, and the check of scales.
 #pragma once
 #include "loops.hpp"
 
@@ -50,7 +50,7 @@ inline bool all_short(const Segments& segments) {
   return longest <= SHORT;
 }
 
-// Whether an encoder sends these scales: 0, or finite and at least TINY.
+// Whether these scales are valid: 0, or finite and at least TINY.
 inline bool good_scales(const float* scales, int64_t m) {
   uint32_t wrong = 0;
 #pragma omp simd reduction(| : wrong)

@@ -1,7 +1,7 @@
-// What Python calls: GC_CALLED(name) after a C function lists it, with the types of its arguments, in the text that
+// Functions that Python calls: GC_CALLED(name) after a C function lists it, with the types of its arguments, in the text that
 // `gc_functions` (library.cpp) gives to Python, which calls it by ctypes and converts by these types.
 //
-// A function takes numbers and pointers and returns an int64. A pointer is told as '*' and its element's letter, a
+// A function takes numbers and pointers and returns an int64. A pointer is written as '*' and its element's letter, a
 // number as its letter: those of Python's array and struct modules; a pointer to pointers is "*P".
 #pragma once
 #include <string>

@@ -2,7 +2,7 @@
 //
 // c_k = sum_i C[k, i] x_i for a column of n elements. If n is even, C[k, n - 1 - i] is C[k, i] for even k and -C[k, i]
 // for odd k. So odd coefficients are sums of n / 2 products of the differences x_i - x_n-1-i, and even ones the
-// transform of the n / 2 sums, until n is odd. Terms are added one after the other, the first i (or k) first.
+// transform of the n / 2 sums, until n is odd. Terms are added in order, the first i (or k) first.
 #include <algorithm>
 #include <memory>
 

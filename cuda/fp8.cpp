@@ -75,7 +75,7 @@ GC_API int64_t gc_fp8_encode(const float* x, int64_t n, const int64_t* table, in
 }
 GC_CALLED(gc_fp8_encode)
 
-// (c / 448) a. Returns 1 if a scale is what no encoder sends, 2 if a code is no number, 3 if there are codes other than
+// (c / 448) a. Returns 1 if a scale is invalid, 2 if a code is NaN, 3 if there are codes other than
 // zero in a block whose scale is 0.
 GC_API int64_t gc_fp8_decode(const uint8_t* codes, const float* scales, int64_t n, const int64_t* table, int64_t m,
                              float* out, int threads) {

@@ -182,7 +182,7 @@ GC_API int64_t gc_hadamard_encode(const float* x, int64_t n, const int64_t* tabl
 }
 GC_CALLED(gc_hadamard_encode)
 
-// H of (code - 7) / 7 times its segment's scale. Returns 1 if a scale is what no encoder sends, 2 if a code is, 3 if
+// H of (code - 7) / 7 times its segment's scale. Returns 1 if a scale is invalid, 2 if a code is, 3 if
 // there are codes other than 7 in a segment whose scale is 0.
 GC_API int64_t gc_hadamard_decode(const uint32_t* words, const float* scales, int64_t n, const int64_t* table,
                                   int64_t m, float* out, int threads) {

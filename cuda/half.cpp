@@ -1,4 +1,4 @@
-// The 16-bit floating-point formats on the CPU. Encoding reads 4 and writes 2 bytes an element; a mean reads 2 a
+// The 16-bit floating-point formats on the CPU. Encoding reads 4 and writes 2 bytes per element; a mean reads 2 per
 // payload and writes 4.
 #include <type_traits>
 
@@ -156,7 +156,7 @@ struct Payloads {
   int number;
 };
 
-// The sum of what WIDTH codes of all payloads at element i stand for, times their counts: -0 is what adds nothing.
+// The sum of what WIDTH codes of all payloads at element i stand for, times their counts: -0 is the neutral element.
 template <bool BRAIN, int VECTORS>
 inline void add_values(const Payloads& in, int64_t i, VecF (&sums)[VECTORS]) {
   GC_UNROLL
@@ -238,7 +238,7 @@ GC_API int64_t gc_half_encode(const float* x, int64_t n, int brain, uint16_t* ou
 }
 GC_CALLED(gc_half_encode)
 
-// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if
+// The sum of the decoded values of `number` payloads, each times its count, divided by `divisor`. Returns 1 if
 // a code is not finite.
 GC_API int64_t gc_half_mean(const uint16_t* const* codes, const float* counts, int number, float divisor, int64_t n,
                             int brain, float* out, int threads) {

@@ -1,4 +1,4 @@
-// The mean of several payloads of levels (QSGD) on the CPU, in one pass: reads bits / 8 a payload, writes 4 bytes an
+// The mean of several payloads of levels (QSGD) on the CPU, in one pass: reads bits / 8 per payload, writes 4 bytes per
 // element.
 
 #include <type_traits>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t BAD_NORMS = 1, BAD_CODES = 2;
 
-// Payloads of a mean: words and norms of each, and how many workers it is for.
+// Payloads of a mean: words and norms of each, and the number of workers.
 struct Payloads {
   const uint32_t* const* words;
   const float* const* norms;
@@ -256,7 +256,7 @@ class Adder {
       }
       VecF sum[R];
       GC_UNROLL
-      for (int r = 0; r < R; ++r) {  // -0.0 adds nothing
+      for (int r = 0; r < R; ++r) {  // -0.0 is the neutral element
         sum[r] = first_ && from == 0 ? VecF{} - 0.0f : load_vector<VecF>(sums_ + at + r * LANES);
       }
       GC_ROLLED for (int p = 0; p < number_; ++p) {
@@ -328,7 +328,7 @@ class Tiles {
 #endif
     GC_ALIGNED float tile[TILE];
     float* sums = tile;
-    GC_SIMD for (int i = 0; i < TILE; ++i) sums[i] = -0.0f;  // which adds nothing
+    GC_SIMD for (int i = 0; i < TILE; ++i) sums[i] = -0.0f;  // the neutral element
     for (int p = 0; p < in_.number; ++p) {
       GC_ALIGNED uint32_t codes[TILE];
       unpack_tile<B>(words(p, start), count, [to = codes](int i, uint32_t code) { to[i] = code; });

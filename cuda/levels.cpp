@@ -1,4 +1,4 @@
-// Levels of a norm (QSGD) on the CPU. Encoding reads 4 and writes bits / 8 bytes an element, decoding the reverse.
+// Levels of a norm (QSGD) on the CPU. Encoding reads 4 and writes bits / 8 bytes per element, decoding the reverse.
 #include <math.h>
 
 #include <type_traits>
@@ -150,7 +150,7 @@ struct Known {
   float operator()(int64_t s) const { return norms[s]; }
 };
 
-// The largest magnitudes of segments, found when they are asked for, which is right before their elements are read
+// The largest magnitudes of segments, found when they are requested, which is right before their elements are read
 // for the codes, and kept in `norms`. A segment that begins in another thread's tiles is kept by that one.
 struct Found {
   const float* x;
@@ -424,7 +424,7 @@ inline void decode_rows(const uint32_t* words, int levels, const float* norms, V
 
 // (code / levels) * norm, times `count`, added to `onto` (null: not), from code + levels in `bits` bits, or with bits
 // = 0 from int32 codes in [-levels, levels]. `exact`: norms are the largest magnitudes. Returns 1 if the norms, 2 if
-// the codes are what no encoder sends. `out` may be `onto`.
+// the codes are invalid input. `out` may be `onto`.
 GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* norms, int exact, int levels, int64_t n,
                                const int64_t* table, int64_t m, const float* onto, float count, float* out,
                                int threads) try {

@@ -1,24 +1,24 @@
-// Levels of a norm (QSGD) on a GPU: a warp a tile of 1024 elements, eight rows of 32 at a time.
+// Levels of a norm (QSGD) on a GPU: one warp per tile of 1024 elements, eight rows of 32 at a time.
 //
-// level_norms:  the largest magnitude or 2-norm of segments; reads 4 bytes an element.
-// level_encode: code k or k + 1 with sign, (k / levels) * norm <= |x|; reads 4, writes bits / 8 bytes an element.
+// level_norms:  the largest magnitude or 2-norm of segments; reads 4 bytes per element.
+// level_encode: code k or k + 1 with sign, (k / levels) * norm <= |x|; reads 4, writes bits / 8 bytes per element.
 // level_codes:  the same as int32; reads 4, writes 4.
 // level_decode: (code / levels) * norm; reads bits / 8, writes 4; with `onto` reads 4 more.
-// level_mean:   the sum of count * value over payloads, divided; reads bits / 8 a payload, writes 4.
+// level_mean:   the sum of count * value over payloads, divided; reads bits / 8 per payload, writes 4.
 //
-// By arithmetic, not measured: 1e8 elements at 4.3 TB/s and 4 bits take 0.093 ms for norms, 0.105 ms to encode, 0.105
+// Estimated, not measured: 1e8 elements at 4.3 TB/s and 4 bits take 0.093 ms for norms, 0.105 ms to encode, 0.105
 // ms to decode, 0.198 ms to decode onto others and 0.186 ms for the mean of 8.
 //
-// A group of 256 elements that no more than two segments share goes without branches: its loads are all under way
-// before the first is used. Shorter segments are walked row by row, as is a group with a wrong guess at a level, of
-// which there is one in 2^13 / levels.
+// A group of 256 elements in at most two segments is processed without branches: all loads are issued before the first
+// value is used. Shorter segments are processed row by row, as is a group with a wrong guess of a level, about one in
+// 2^13 / levels.
 #include "means.cuh"
 
 using namespace gc;
 
 namespace {
 
-constexpr int BAD_NORMS = 1, BAD_CODES = 2;  // what decoding lowers its flag to
+constexpr int BAD_NORMS = 1, BAD_CODES = 2;  // values of the error flag
 
 // What the codes of a segment are drawn with.
 struct Drawn {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void encode(const float* __restrict__ x, const int64_
   }
 }
 
-// What decoding is told of segments: the codes' largest magnitude must fit the norm.
+// Input of the check of segments: the codes' largest magnitude must fit the norm.
 struct Judge {
   int32_t levels;
   uint8_t* __restrict__ reached;  // null, or where segments are marked that have the highest level
@@ -312,13 +312,13 @@ __device__ __forceinline__ float sent_norm(float norm, int32_t levels) {
 
 }  // namespace
 
-// A warp a segment of up to 1024 elements: its largest magnitude, 0 below TINY * levels.
+// One warp per segment of up to 1024 elements: its largest magnitude, 0 below TINY * levels.
 extern "C" __global__ void __launch_bounds__(256)
     level_norms(const float* __restrict__ x, const int64_t* __restrict__ offsets, const int64_t m,
                 const int32_t levels, float* __restrict__ norms) {
   const int64_t s = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int lane = (int)(threadIdx.x % LANES);
-  if (s >= m) return;  // a whole warp
+  if (s >= m) return;  // uniform in the warp
   const float top = float_of(warp_largest(x + offsets[s], offsets[s + 1] - offsets[s], lane));
   if (lane == 0) norms[s] = sent_norm(top, levels);
 }
@@ -387,7 +387,7 @@ GC_DECODE(1, Loader{(const int32_t*)words + at.start})
                          const float divisor, float* out, uint8_t* __restrict__ reached,                           \
                          int32_t* __restrict__ bad) {                                                              \
     const WarpTile at(n);                                                                                          \
-    const LevelJudge judge{(float)levels, true, m, reached, bad};                                                  \
+    const LevelCheck judge{(float)levels, true, m, reached, bad};                                                  \
     level_mean_tile(Fields<COUNT>{in, at, bits, judge.top}, in, offsets, judge, at, before, divisor, out);         \
   }
 

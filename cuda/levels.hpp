@@ -1,11 +1,11 @@
-// What the CPU loops over levels of a norm share. Included by *.cpp only.
+// Shared code of the CPU loops over levels of a norm. Included by *.cpp only.
 #pragma once
 #include "levels.cuh"
 #include "called.hpp"
 
 namespace gc {
 
-// Whether an encoder sends such norms, which are 0 or at least `least`.
+// Whether norms are valid: 0 or at least `least`.
 static inline bool norms_sent(const float* norms, int64_t m, float least) {
   uint32_t wrong = 0;
 #pragma omp simd reduction(| : wrong)

@@ -1,4 +1,4 @@
-// What the loader asks of the library: which processor this is, and from which sources it was built.
+// Information for the loader: the processor, and a digest of its sources.
 #include "called.hpp"
 
 // 0: any processor; 1: AVX2 and FMA; 2: AVX-512 (F, BW, DQ, VL, CD). As GCC's x86-64, x86-64-v3 and x86-64-v4.

@@ -1,9 +1,9 @@
-// What the CPU loops share: threads over tiles, values of segments, draws, packing. Included by *.cpp only.
+// Shared code of the CPU loops: threads over tiles, values of segments, draws, packing. Included by *.cpp only.
 //
-// A loop works through tiles of 1024 elements. What differs between elements, such as the scale of a segment or a
-// random draw, is laid out for one tile in first-level cache, so a tile's loop knows neither segments nor offsets and
-// is vectorised by the compiler; the same source serves every instruction set. Rows are read in address order, and
-// loops over rows stay rolled: unrolled, the loads of a tile defeat the prefetcher.
+// A loop processes tiles of 1024 elements. Values that differ between elements, such as the scale of a segment or a
+// random draw, are expanded for one tile in first-level cache, so the inner loop is independent of segments and offsets
+// and the compiler vectorizes it, for every instruction set. Rows are read in address order, and loops over rows stay
+// rolled: unrolled, the loads of a tile defeat the prefetcher.
 #pragma once
 #include <stddef.h>
 

@@ -9,7 +9,7 @@ namespace gc {
 struct SegmentSummands {
   const void* parts[MOST_SUMMANDS];
   const float* high[MOST_SUMMANDS];
-  const float* low[MOST_SUMMANDS];  // null where one value a segment is all
+  const float* low[MOST_SUMMANDS];  // null where one value per segment is all
   float counts[MOST_SUMMANDS];
   int32_t number;
 };
@@ -19,8 +19,8 @@ __device__ __forceinline__ float small_number(uint32_t number, float below) {
   return float_of(0x4b000000u | number) - (0x1p23f + below);
 }
 
-// What a mean of levels is told of segments: where the codes' largest magnitude does not fit, `bad` is lowered to 2.
-struct LevelJudge {
+// Checks segments of a mean of levels: sets `bad` to 2 if the largest magnitude of the codes does not match the norm.
+struct LevelCheck {
   float top;
   bool zeros;                     // whether a value of 0 allows no other code than 0
   int64_t m;
@@ -40,7 +40,7 @@ struct LevelJudge {
 // A group of 256 elements that no more than two segments share has its loads under way before the first is used.
 template <class Codes>
 __device__ __forceinline__ void level_mean_tile(const Codes& codes, const SegmentSummands& in,
-                                                const int64_t* __restrict__ offsets, const LevelJudge& judge,
+                                                const int64_t* __restrict__ offsets, const LevelCheck& judge,
                                                 const WarpTile& at, const float* before, float divisor, float* out) {
   if (!at.active()) return;
   const float top = judge.top, reciprocal = 1.0f / top;
@@ -51,7 +51,7 @@ __device__ __forceinline__ void level_mean_tile(const Codes& codes, const Segmen
       const int i = j * at.lanes + at.lane;
       if (i >= at.count) break;
       cursor.move(i);
-      float sum = before ? before[at.start + i] : -0.0f;  // which adds nothing
+      float sum = before ? before[at.start + i] : -0.0f;  // the neutral element
 #pragma unroll 1
       for (int p = 0; p < in.number; ++p) {
         const float code = codes.one(p, j, i), value = in.high[p][cursor.at];

@@ -1,4 +1,4 @@
-// Natural compression on the CPU. Encoding reads 4 and writes 9/8 bytes an element; a mean reads 9/8 a payload and
+// Natural compression on the CPU. Encoding reads 4 and writes 9/8 bytes per element; a mean reads 9/8 per payload and
 // writes 4.
 #include "natural.cuh"
 #include "called.hpp"
@@ -11,7 +11,7 @@ constexpr int B = NATURAL_BITS;
 constexpr int ROWS = 8;                // of codes that are added in registers
 constexpr uint32_t TOP = 0xff800000u;  // where a float has sign and exponent
 
-constexpr int AHEAD = 2 * B * LANES;   // words from what is read to what is asked for: two tiles
+constexpr int AHEAD = 2 * B * LANES;   // words from what is read to what is prefetched: two tiles
 
 struct Payloads {
   const uint32_t* const* words;
@@ -38,14 +38,14 @@ inline bool any(Where where) {
 #endif
 
 // Rows FIRST to FIRST + 7 of WIDTH lanes of a whole tile, from `lane` on, whose words begin at `place`: the sums of
-// what the codes of all payloads stand for, times their counts, to `sums`. `bad` is set where a code stands
-// for nothing.
+// what the codes of all payloads stand for, times their counts, to `sums`. `bad` is set where a code is
+// invalid.
 template <int FIRST>
 inline void add_rows(const Payloads& in, int64_t place, int lane, float* sums, Where& bad) {
   constexpr int BIT = FIRST * B, WORD = BIT / 32, WORDS = ((FIRST + ROWS) * B - 1) / 32 - WORD + 1;
   VecF sum[ROWS];
   GC_UNROLL
-  for (int j = 0; j < ROWS; ++j) sum[j] = -VecF{};  // -0 adds nothing
+  for (int j = 0; j < ROWS; ++j) sum[j] = -VecF{};  // -0 is the neutral element
   Where wrong = bad;
   GC_ROLLED for (int p = 0; p < in.number; ++p) {
     const uint32_t* from = in.words[p] + place + WORD * LANES + lane;
@@ -119,8 +119,8 @@ GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint6
 }
 GC_CALLED(gc_natural_encode)
 
-// The sum of what the codes of `number` payloads stand for, each times its count, divided by `divisor`. Returns 1 if
-// a code is one that no encoder sends.
+// The sum of the decoded values of `number` payloads, each times its count, divided by `divisor`. Returns 1 if
+// a code is invalid.
 GC_API int64_t gc_natural_mean(const uint32_t* const* words, const float* counts, int number, float divisor,
                                int64_t n, float* out, int threads) {
   const Payloads in{words, counts, number};

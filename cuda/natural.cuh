@@ -1,4 +1,4 @@
-// Natural compression: the sign and the 8 bits of a float's exponent, 9 bits a code; code << 23 is the float.
+// Natural compression: the sign and the 8 bits of a float's exponent, 9 bits per code; code << 23 is the float.
 #pragma once
 #include "common.cuh"
 

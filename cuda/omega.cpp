@@ -91,7 +91,7 @@ struct Stream {
   }
 };
 
-constexpr uint64_t NOTHING = (uint64_t)1 << 32;  // the value of bits that are no code: above all coded numbers
+constexpr uint64_t NOTHING = (uint64_t)1 << 32;  // the value of bits that are not a code: above all coded numbers
 
 struct Found {
   uint64_t value;
@@ -138,7 +138,7 @@ const Prefixes& prefixes() {
   return made;
 }
 
-// What is wrong with a stream: info[0] and info[1] say where.
+// The fault of a stream: info[0] and info[1] say where.
 enum Fault { FINE, EARLY, TOO_LARGE, END, PADDING, INDEX };
 
 int64_t fault(Fault found, int64_t where, int64_t* info) {

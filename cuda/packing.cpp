@@ -1,5 +1,5 @@
 // Codes to words and back, and whole tensors of draws, on the CPU. Packing reads a code's own size and writes B / 8
-// bytes an element; drawing writes 4.
+// bytes per element; drawing writes 4.
 #include "called.hpp"
 
 using namespace gc;

@@ -1,5 +1,5 @@
-// Codes to words and back on a GPU, 1 to 16 bits each: a warp a tile of 1024. Packing reads a code's own size and
-// writes B / 8 bytes an element, unpacking reads B / 8 and writes 4.
+// Codes to words and back on a GPU, 1 to 16 bits each: one warp per tile of 1024. Packing reads a code's own size and
+// writes B / 8 bytes per element, unpacking reads B / 8 and writes 4.
 #include "tiles.cuh"
 
 using namespace gc;

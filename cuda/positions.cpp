@@ -336,7 +336,7 @@ GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const*
 }
 GC_CALLED(gc_scatter_mean)
 
-constexpr int64_t AHEAD = 64;  // positions from what is read to what is asked for
+constexpr int64_t AHEAD = 64;  // positions from what is read to what is prefetched
 
 // The elements of x, (n,), at `positions`. Returns 1 if one of these is not in [0, n).
 GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, int64_t total, float* out, int threads) {
@@ -349,7 +349,7 @@ GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, in
         bad = 1;
         return;
       }
-      // Each lies in a line of its own, mostly. What is no position may be asked for, too.
+      // Each lies in a line of its own, mostly. Values that are not positions may be prefetched, too.
       if (j + AHEAD < stop) __builtin_prefetch((const void*)((uintptr_t)x + sizeof *x * (uintptr_t)positions[j + AHEAD]));
       out[j] = x[positions[j]];
     }

@@ -1,4 +1,4 @@
-// Range floats on the CPU: packing reads 8 bytes an element, for the range and for the codes, and writes bits / 8.
+// Range floats on the CPU: packing reads 8 bytes per element, for the range and for the codes, and writes bits / 8.
 #include "called.hpp"
 #include "rangefloat.cuh"
 
@@ -10,7 +10,7 @@ constexpr int RANGE_BITS = 16;  // of the widest code
 constexpr int LEAD = 512;       // distance of the prefetch from the packing, in values
 constexpr int FAR = 2 * LEAD;   // and from the search for the range, which is faster
 
-struct GroupRun {  // neighbouring groups of one length
+struct GroupRun {  // adjacent groups of one length
   int64_t rows, length;
 };
 
@@ -202,7 +202,7 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
 }
 GC_CALLED(gc_range_pack)
 
-// The values of packed codes, (n,). Returns 1 for a grid that no encoder sends, 2 for a code after the last, 3 if a
+// The values of packed codes, (n,). Returns 1 for an invalid grid, 2 for a code after the last, 3 if a
 // value is not finite.
 GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int64_t groups, int64_t n,
                                const int64_t* runs, int bits, int mantissa, float* out, int threads) {

@@ -1,11 +1,10 @@
 // Exact selection of the largest elements of segments; of equal ones the first are taken.
 //
-// A long segment is read once: a sample gives a threshold that somewhat more than k elements reach, and these
-// candidates are collected. The k-th largest is found among them by bisection: lower and upper bounds move together,
-// and for each new bound the candidates that reach it are counted. If the threshold is wrong, as it is if most elements
-// are equal, the k-th largest is found by histograms with finer and finer bins over the segment itself, in a number of
-// passes that does not depend on the values. The keys of a short segment fit in first-level cache, where the bisection
-// counts them.
+// A long segment is read once: a sample gives a threshold that slightly more than k elements reach, and these
+// candidates are collected. Bisection locates the k-th largest among them: for each new bound it counts the candidates
+// that reach it. If the threshold is wrong, for example because most elements are equal, histograms of the segment with
+// increasingly fine bins locate the k-th largest, in a number of passes that does not depend on the values. The keys of
+// a short segment fit in first-level cache, where the bisection counts them.
 #include <algorithm>
 #include <type_traits>
 
@@ -36,7 +35,7 @@ struct Floats {
   const uint32_t* read(int64_t start, int, uint32_t*) const { return x + start; }
 };
 
-// Words of the blocks [first, first + blocks), 4 a block; `blocks` is a multiple of 16.
+// Words of the blocks [first, first + blocks), 4 per block; `blocks` is a multiple of 16.
 void random_blocks(const Key& key, uint64_t first, int blocks, uint32_t* out) {
   const uint32_t low = (uint32_t)first, high = (uint32_t)(first >> 32 << 8) | WORD_KIND;
   if (low + (uint32_t)blocks < low) {  // the counter's high word changes on the way
@@ -92,7 +91,7 @@ void random_blocks(const Key& key, uint64_t first, int blocks, uint32_t* out) {
 #endif
 }
 
-constexpr int SPARE = 160;  // words that `read` writes beyond those that were asked for, at most
+constexpr int SPARE = 160;  // words that `read` writes beyond those that were requested, at most
 
 struct Words {
   using Order = ByWord;
@@ -157,7 +156,7 @@ uint32_t reaching(const uint32_t* raw, int32_t limit) {
 }
 
 // Write the indices of those of `count` elements that reach `limit`, in their order, and return how many there are;
-// up to GROUP numbers are written after them. Nobody foresees which elements reach it, so there are few branches: 64
+// up to GROUP numbers are written after them. Branch prediction fails for them, so there are few branches: 64
 // elements get one group of indices, and further ones only where that is too small.
 template <class Order>
 int indices_reaching(const uint32_t* raw, int count, int32_t limit, uint32_t* out) {

@@ -1,4 +1,4 @@
-// What selection.cpp and positions.cpp share: the segments of a selection.
+// Shared by selection.cpp and positions.cpp: the segments of a selection.
 #pragma once
 #include "teams.hpp"
 

@@ -1,4 +1,4 @@
-// Signs: 1 bit an element, [x >= 0], or 2 bits, sign + 1; and the float32 means that stand for classes of them.
+// Signs: 1 bit per element, [x >= 0], or 2 bits, sign + 1; and the float32 means that stand for classes of them.
 #pragma once
 #include "common.cuh"
 

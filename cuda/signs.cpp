@@ -1,4 +1,4 @@
-// Signs on the CPU: packing reads 4 bytes an element and writes 1/8 or 1/4; values and means of payloads the reverse.
+// Signs on the CPU: packing reads 4 bytes per element and writes 1/8 or 1/4; values and means of payloads the reverse.
 #include <math.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ Found classes_of(const uint32_t* words, int64_t n, int64_t start, int64_t stop) 
 
 int64_t first_wrong(int64_t a, int64_t b) { return a && (!b || a < b) ? a : b; }
 
-// What is wrong with bits and values (`low` null: `high` and its negative), a `Wrong`.
+// The fault of bits and values (`low` null: `high` and its negative), a `Wrong`.
 int64_t wrong_values(const uint32_t* words, const Segments& segments, const float* low, const float* high,
                      int threads) {
   const int64_t n = segments.offsets[segments.count];
@@ -73,7 +73,7 @@ int64_t wrong_values(const uint32_t* words, const Segments& segments, const floa
 
 // ---- means -----------------------------------------------------------------------------------------------------
 
-// Payloads of a mean: bits, values as gc_sign_values takes them, and how many workers each is for.
+// Payloads of a mean: bits, values as gc_sign_values takes them, and the number of workers of each.
 struct Payloads {
   const uint32_t* const* words;
   const float* const* low;
@@ -94,7 +94,7 @@ template <int ROWS>
 inline void add_rows(const Payloads& in, int64_t place, int row, int64_t s, float* sums) {
   VecF sum[ROWS][PARTS];
   GC_UNROLL
-  for (int k = 0; k < ROWS * PARTS; ++k) sum[k / PARTS][k % PARTS] = -VecF{};  // -0 adds nothing
+  for (int k = 0; k < ROWS * PARTS; ++k) sum[k / PARTS][k % PARTS] = -VecF{};  // -0 is the neutral element
   GC_ROLLED for (int p = 0; p < in.number; ++p) {
     const VecF above = -VecF{} + in.above(p, s), below = -VecF{} + in.below(p, s);
     GC_UNROLL
@@ -213,7 +213,7 @@ GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float*
 }
 GC_CALLED(gc_sign_decode)
 
-// Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`; with
+// Bits, and two values per segment (`low` null: `high` and its negative), to floats, (n,), written to `out`; with
 // `total` the sum of it and of `times` times the values. Returns a `Wrong`, and then nothing is written.
 GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64_t m, const float* low,
                               const float* high, const float* total, float times, float* out, int threads) {
@@ -257,7 +257,7 @@ GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64
 }
 GC_CALLED(gc_sign_values)
 
-// The mean over `number` payloads of what bits and values stand for, each times its count, divided by `divisor`: see
+// The mean over `number` payloads of the decoded payloads, each times its count, divided by `divisor`: see
 // gc_sign_values. Returns a `Wrong`, of the first payload that is.
 GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* low, const float* const* high,
                             const float* counts, int number, float divisor, const int64_t* table, int64_t m,

@@ -1,6 +1,6 @@
 // Signs on a GPU: packing, values, votes, and 1-bit codes with the means of their classes.
 //
-// Bytes an element, and what they take at 4.3 TB/s for 1e8 elements (arithmetic, not measured):
+// Bytes per element, and what they take at 4.3 TB/s for 1e8 elements (estimated):
 //   packing       [x >= 0] or sign + 1: reads 4, writes 1/8 or 1/4                                  0.096 ms
 //   decoding      the reverse; onto a total 4 more; the check that no class is empty reads 1/8 more  0.099 ms
 //   mean of 8     the sum of values over payloads, each times its count, divided: reads 1/8 each,
@@ -266,7 +266,7 @@ __device__ __forceinline__ void sum_long(const float* x, const float* residual, 
                                          const int64_t* __restrict__ tiles, int64_t number, int64_t n,
                                          uint32_t* words, double* __restrict__ sums, int64_t stride) {
   const int64_t tile = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
-  if (tile >= number) return;  // a whole warp
+  if (tile >= number) return;  // uniform in the warp
   const Part part(tiles[number + tile], offsets[tiles[tile] + 1]);
   float values[32];
   part.load(x, residual, values);
@@ -280,7 +280,7 @@ __device__ __forceinline__ void sum_long(const float* x, const float* residual, 
   }
 }
 
-// A block a long segment: `segments`, (2, longs), has the segment's index and the number of its first tile. The sums of
+// One block per long segment: `segments`, (2, longs), has the segment's index and the number of its first tile. The sums of
 // its tiles are added by halving until one is left; they are the first `number` entries of each row of `sums`, and the
 // others are scratch.
 template <bool CLASSES>
@@ -361,7 +361,7 @@ __device__ __forceinline__ void mean_rows(const SegmentSummands& in, const WarpT
   const int64_t first = at.start + row * LANES + at.lane;
   float sums[ROWS];
   GC_UNROLL
-  for (int j = 0; j < ROWS; ++j) sums[j] = before ? before[first + j * LANES] : -0.0f;  // which adds nothing
+  for (int j = 0; j < ROWS; ++j) sums[j] = before ? before[first + j * LANES] : -0.0f;  // the neutral element
 #pragma unroll 1
   for (int p = 0; p < in.number; ++p) {
     const uint32_t word = ((const uint32_t*)in.parts[p])[at.words(1)] >> row;
@@ -526,7 +526,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// Bits, and two values a segment (`low` null: `high` and its negative), to floats, (n,), written to `out`, which may
+// Bits, and two values per segment (`low` null: `high` and its negative), to floats, (n,), written to `out`, which may
 // be `total`; with `total` the sum of it and of `times` times the values. Nothing is written where a check failed.
 extern "C" __global__ void __launch_bounds__(256, 4)
     sign_values(const uint32_t* __restrict__ words, const int64_t n, const int64_t* __restrict__ offsets,
@@ -609,7 +609,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   }
 }
 
-// [votes >= least] of ballots of one bit and one vote each, fewer than 64: a thread a word.
+// [votes >= least] of ballots of one bit and one vote each, fewer than 64: one thread per word.
 extern "C" __global__ void __launch_bounds__(256)
     sign_majority(const Ballots in, const int64_t n, const int64_t count, const uint32_t least,
                   uint32_t* __restrict__ out, int32_t* bad) {

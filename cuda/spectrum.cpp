@@ -1,4 +1,4 @@
-// What lies around a Fourier transform on the CPU: segments scaled by powers of two and back, energies of bins, sums of
+// Operations around a Fourier transform on the CPU: segments scaled by powers of two and back, energies of bins, sums of
 // sparse spectra, and the step between a real transform and a complex one of half the length: `gcbench.ops.spectrum`,
 // `gcbench.ops.transform`.
 

@@ -1,4 +1,4 @@
-// Largest magnitude, sum and sum of squares of segments on the CPU, in one pass: 4 bytes an element.
+// Largest magnitude, sum and sum of squares of segments on the CPU, in one pass: 4 bytes per element.
 //
 // Sums are in float64, over tiles of 1024 that begin where their segment does: element i is added to i + 512, then
 // i + 256, and so on, and tiles' sums are added the same way until one is left. Tiles do not depend on threads.

@@ -1,6 +1,6 @@
-// Largest magnitude, sum and sum of squares of segments on a GPU, in one pass: 4 bytes an element.
+// Largest magnitude, sum and sum of squares of segments on a GPU, in one pass: 4 bytes per element.
 //
-// tile_statistics: a warp a tile of 1024 elements inside one segment; float64 sums by halving, as statistics.cpp says.
+// tile_statistics: one warp per tile of 1024 elements inside one segment; float64 sums by halving, as statistics.cpp says.
 // segment_statistics: a block a segment; tiles' sums by halving, and what follows from them. Two launches in all.
 #include "tiles.cuh"
 
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int64_t* tiles = table + m + 1;
   const int64_t tile = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int lane = (int)(threadIdx.x % LANES);
-  if (tile >= tiles[m]) return;  // a whole warp
+  if (tile >= tiles[m]) return;  // uniform in the warp
   const int64_t s = last_not_above(tiles, m, tile);
   const int64_t start = offsets[s] + (tile - tiles[s]) * TILE, left = offsets[s + 1] - start;
   const int count = left < TILE ? (int)left : TILE, width = tiles[s + 1] - tiles[s] > 1 ? TILE : width_of(count);

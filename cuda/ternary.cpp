@@ -1,4 +1,4 @@
-// Ternary codes on the CPU. Encoding reads 4 and writes 1/4 bytes an element, decoding the reverse.
+// Ternary codes on the CPU. Encoding reads 4 and writes 1/4 bytes per element, decoding the reverse.
 #include <type_traits>
 
 #include "ternary.cuh"
@@ -51,7 +51,7 @@ uint32_t add_codes(const uint32_t* words, int bits, int count, int32_t* sums) {
 // Rows of sums that fit in registers, a field of four, and vectors in a row.
 constexpr int FIELDS = WIDTH / 4, PARTS = LANES / WIDTH;
 
-// Payloads of one worker each, 2 bits a code: fields are added within words, four to a word, and put(i, sums) is called
+// Payloads of one worker each, 2 bits per code: fields are added within words, four to a word, and put(i, sums) is called
 // for each WIDTH codes. At most 127 payloads, so that no byte overflows. Returns whether a code 3 is among them.
 template <class Put>
 inline bool add_pairs(const uint32_t* const* words, int payloads, int64_t place, Put put) {

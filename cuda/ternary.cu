@@ -1,8 +1,8 @@
-// Ternary codes (TernGrad) on a GPU: a warp a tile of 1024 elements.
+// Ternary codes (TernGrad) on a GPU: one warp per tile of 1024 elements.
 //
-// ternary_encode: code = 1 + sign(x) [(u + 1/2) scale / 2^24 <= min(|x|, limit)]; reads 4, writes 1/4 bytes an element.
-// ternary_mean:   (sum of codes - workers) * (scale / workers); reads 1/4 a payload of one worker, writes 4.
-// ternary_merge:  sum of codes in `width` bits; reads 1/4 a payload, writes width / 8.
+// ternary_encode: code = 1 + sign(x) [(u + 1/2) scale / 2^24 <= min(|x|, limit)]; reads 4, writes 1/4 bytes per element.
+// ternary_mean:   (sum of codes - workers) * (scale / workers); reads 1/4 per payload of one worker, writes 4.
+// ternary_merge:  sum of codes in `width` bits; reads 1/4 per payload, writes width / 8.
 #include "ternary.cuh"
 #include "tiles.cuh"
 

@@ -1,4 +1,4 @@
-// What the CUDA kernels share: a warp a tile, segments under its elements, draws, streams of bits. For *.cu only.
+// What the CUDA kernels share: one warp per tile, segments under its elements, draws, streams of bits. For *.cu only.
 #pragma once
 #include "common.cuh"
 
@@ -172,7 +172,7 @@ __device__ __forceinline__ uint32_t warp_largest(const float* __restrict__ x, in
   return top;
 }
 
-// Codes of `bits` bits of one lane, one after the other, into its words, which lie `stride` apart.
+// Codes of `bits` bits of one lane, in order, into its words, which lie `stride` apart.
 struct BitWriter {
   uint32_t* __restrict__ out;
   int stride, bits, filled = 0;

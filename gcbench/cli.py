@@ -286,18 +286,18 @@ def main(interrupts: Any = None, run: Callable[[], None] = app) -> None:
 
     `interrupts`: the handler of Ctrl-C from here on; None: the present one.
     """
-    from gcbench.training import launched, membership
+    from gcbench.training import fork_server, rank
 
     # torch's import makes many objects and no garbage: a short run took 2.4 s, and takes 2.1 s.
     gc.set_threshold(10_000)
-    if membership.by_torchrun():  # before torch is imported, which takes seconds
-        launched.die_with_parent(os.getppid())
+    if rank.by_torchrun():  # before torch is imported, which takes seconds
+        fork_server.die_with_parent(os.getppid())
     try:
         if interrupts is not None:
             signal.signal(signal.SIGINT, interrupts)
         run()
     except SystemExit as done:
-        if membership.by_torchrun() and done.code in (None, 0):
+        if rank.by_torchrun() and done.code in (None, 0):
             _leave()
         if done.code == INTERRUPTED:  # typer has caught Ctrl-C and printed nothing
             say("gcbench: interrupted")

@@ -1,4 +1,4 @@
-"""The networks of the built-in tasks, of plain torch modules without random state."""
+"""The networks of the built-in tasks: plain torch modules without random state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.nn import functional as F
 from gcbench.core.errors import unknown
 
 
-def check_network(name: str, known: Iterable[str]) -> None:
-    """Raise ValueError, with the closest and all known names, unless `name` is one of `known`."""
-    if name not in (names := list(known)):
+def check_network(name: str, choices: Iterable[str]) -> None:
+    """Raise ValueError, which lists the choices, unless `name` is one of them."""
+    if name not in (names := list(choices)):
         raise ValueError(str(unknown("network", name, names)))
 
 
 def truncated(layer: nn.Conv2d | nn.Linear, std: float, bias: float = 0.0) -> None:
-    """Initialize weights by TensorFlow's truncated normal, and biases by a constant.
+    """Initialize weights with TensorFlow's truncated normal, and biases with a constant.
 
-    The truncated normal is N(0, std^2), with values beyond 2 std drawn again.
+    The truncated normal is N(0, std^2) with values beyond 2 std redrawn.
     """
     nn.init.trunc_normal_(layer.weight, std=std, a=-2 * std, b=2 * std)
     if layer.bias is not None:
@@ -151,7 +151,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         if self.stride > 1:
-            # The shortcut is padded with channels of zeros, half of them on either side.
+            # Pad the shortcut with channels of zeros, half of them on either side.
             new = (out.shape[1] - x.shape[1]) // 2
             x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, new, new))
         return F.relu(out + x)
@@ -160,7 +160,7 @@ class _Block(nn.Module):
 class ResNet(nn.Module):
     """He et al.'s CIFAR ResNet of 6 `blocks` + 2 layers: float32 (b, 3, 32, 32) -> (b, 10).
 
-    269,722 parameters with 3 blocks a stage (ResNet-20), 464,154 with 5 (ResNet-32).
+    269,722 parameters with 3 blocks per stage (ResNet-20), 464,154 with 5 (ResNet-32).
     """
 
     def __init__(self, blocks: int) -> None:

@@ -3,24 +3,24 @@
 Data: 50,000 + 10,000 images of 3x32x32 in 10 classes.
 
 `cifarnet`, 1,068,298 parameters: conv 64@5x5, pool 3/2, LRN, conv 64@5x5, LRN, pool 3/2, fc 384,
-fc 192, fc 10; ReLU behind each but the last; SAME padding. Truncated normal weights with standard
+fc 192, fc 10; ReLU after each but the last; SAME padding. Truncated normal weights with standard
 deviation 0.05 (conv), 0.04 (fc), 1/192 (last); biases 0.1, and 0 in the first and last layer. LRN:
 x (1 + 0.001/9 sum of x^2 over 4 channels on either side)^(-3/4).
 Training images, on a scale of [0, 1]: random crop to 24x24, random flip, brightness
 +-63/255, contrast 0.2..1.8 about each channel's mean, no clamping, then (x - mean) / max(std,
 1 / sqrt(1728)) over the image. Test images: centre crop and the same standardization. (Without
 clamping, the standardization undoes the change of brightness.)
-Recipe: batch 128 over all workers, Adam, lr 0.0002 throughout, 300,000 steps; weight decay 0.004 on
+Recipe: batch 128 over all workers, Adam, constant lr 0.0002, 300,000 steps; weight decay 0.004 on
 the weights of the two hidden fc layers only, in the loss; evaluated on moving averages of decay
 0.9999 with TensorFlow's warm-up min(0.9999, (1 + t) / (10 + t)).
-Source: Wen et al. 2017, table 1; what the paper leaves out from the authors' code.
+Source: Wen et al. 2017, table 1; details that the paper omits are from the authors' code.
 
 `resnet20` (269,722 parameters), `resnet32` (464,154): option A shortcuts, He initialization; random
 32x32 crop after padding by 4 pixels of the mean colour, random flip, channels normalized.
 Recipe: batch 128, SGD with momentum 0.9, lr 0.1, divided by 10 at 1/2 and 3/4 of the steps, weight
-decay 0.0001 on all parameters. Each worker normalizes by the statistics of its own examples.
+decay 0.0001 on all parameters. Each worker normalizes by the statistics of its examples.
 Source: He et al. 2016, section 4.2: 64,000 steps, lr divided at 32,000 and 48,000. They subtract
-the mean of each pixel, we that of each channel, and divide by its standard deviation.
+the mean per pixel; we subtract the mean per channel and divide by its standard deviation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STD = (0.2470, 0.2435, 0.2616)
 
 
 def crop(images: Tensor, side: int, top: Tensor, left: Tensor, flip: Tensor) -> Tensor:
-    """Cut a square of `side` pixels out of each image, and mirror it left to right where `flip`.
+    """Crop a square of `side` pixels from each image, mirrored left to right where `flip` is set.
 
     `images` has shape (b, c, h, w); `top` and `left`, integers, and `flip`, booleans, (b,). The
     result, (b, c, side, side), has channels-last memory format.
@@ -77,7 +77,7 @@ def distort(images: Tensor, brightness: Tensor, contrast: Tensor) -> Tensor:
 
 
 def standardize(images: Tensor) -> Tensor:
-    """Return each image of (b, c, h, w) with mean 0 and, unless it is flat, variance 1."""
+    """Return each image of (b, c, h, w) with mean 0 and, unless it is constant, variance 1."""
     numel = images[0].numel()
     variance, mean = torch.var_mean(images, (1, 2, 3), correction=0, keepdim=True)
     return (images - mean) / variance.sqrt().clamp_min(numel**-0.5)
@@ -99,13 +99,13 @@ class Cifar10(Task):
     )
 
     network: str = "cifarnet"  # cifarnet, resnet20 or resnet32
-    augment: bool = True  # distort training images; without, they are prepared like test images
+    augment: bool = True  # distort training images; False: prepare them like test images
 
     def __post_init__(self) -> None:
         check_network(self.network, NETWORKS)
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the recipe of the network's source, at a laptop's number of steps."""
+        """Return the recipe of the network's source, with fewer steps for a laptop."""
         if self.network == "cifarnet":
             return {
                 "batch": 128,
@@ -169,7 +169,7 @@ class Cifar10(Task):
         return standardize(distort(cut, brightness, 0.2 + 1.6 * draws[:, 4]))
 
     def _padded(self, images: Tensor, draws: Tensor | None) -> Tensor:
-        """Return a ResNet's input from uint8 images and the first three of each one's draws."""
+        """Return a ResNet's input from uint8 images and the first three draws of each."""
         inputs = normalize(images)
         if draws is None:
             return inputs

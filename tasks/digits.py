@@ -1,13 +1,13 @@
-"""Handwritten digits of 8x8 pixels that come with scikit-learn: no download, seconds on a CPU.
+"""Handwritten digits of 8x8 pixels from scikit-learn: no download, seconds on a CPU.
 
 Data: 1,797 images in 10 classes (the test part of UCI's "Optical Recognition of Handwritten
-Digits"), pixels 0..16 scaled to [-1, 1]. The split is fixed: examples 0, 5, 10, ... are the 360
-test examples, the other 1,437 are trained on. No augmentation.
+Digits"), pixels 0..16 scaled to [-1, 1]. Fixed split: examples 0, 5, 10, ... are the 360 test
+examples, the other 1,437 are for training. No augmentation.
 Networks: `mlp`, 64-hidden-10 (9,610 parameters with 128 hidden units); `conv`, two 3x3
-convolutions of 16 and 32 channels, each pooled, then 128-hidden-10 (22,602 parameters). torch's own
-initialization.
+convolutions of 16 and 32 channels, each pooled, then 128-hidden-10 (22,602 parameters). torch's
+default initialization.
 Recipe, ours: batch 64, 400 steps of SGD with momentum 0.9, lr 0.05 times the square root of the
-share of steps left.
+remaining fraction of steps.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ NETWORKS = {"mlp": digits_mlp, "conv": digits_conv}
 def _table() -> np.ndarray:
     """Return 64 pixels and the label of each image, uint8, shape (1797, 65), from scikit-learn.
 
-    Its file is read as it lies there: importing scikit-learn takes as long as importing torch.
-    Where a version keeps it elsewhere, scikit-learn is asked.
+    It reads the file directly, because importing scikit-learn takes as long as importing torch. If
+    the file is elsewhere, it calls scikit-learn.
     """
-    found = find_spec("sklearn")
-    folders = (found and found.submodule_search_locations) or []
+    spec = find_spec("sklearn")
+    folders = (spec and spec.submodule_search_locations) or []
     files = [Path(folder) / "datasets" / "data" / "digits.csv.gz" for folder in folders]
     for file in filter(Path.exists, files):
         return np.loadtxt(file, delimiter=",", dtype=np.uint8)
@@ -58,7 +58,7 @@ class Digits(Task):
     def __post_init__(self) -> None:
         check_network(self.network, NETWORKS)
         if self.hidden < 1:
-            raise ValueError(f"hidden {self.hidden}: at least 1 is allowed")
+            raise ValueError(f"hidden {self.hidden}: expected at least 1")
 
     def defaults(self) -> Mapping[str, Any]:
         """Return our recipe; there is no published one."""
@@ -77,7 +77,7 @@ class Digits(Task):
         }
 
     def load(self, data_dir: Path | None) -> tuple[Split, Split]:
-        """Return the splits, uint8 images (n, 1, 8, 8) of 0..16; `data_dir` is not needed."""
+        """Return the splits, uint8 images (n, 1, 8, 8) of 0..16; `data_dir` is ignored."""
         table = torch.from_numpy(_table())
         images, targets = table[:, :-1].reshape(-1, 1, 8, 8), table[:, -1].long()
         test = torch.arange(len(targets)) % 5 == 0

@@ -1,35 +1,35 @@
-"""Photographs in class folders, as ImageNet (ILSVRC 2012) has them: TernGrad's tables 2 and 3.
+"""Photographs in class folders like ImageNet (ILSVRC 2012): TernGrad's tables 2 and 3.
 
-Data: DATA/FOLDER/train/CLASS/*.JPEG and DATA/FOLDER/val/CLASS/*.JPEG, where FOLDER is `imagenet` or
-what `folder` says and DATA is what --data-dir or GCBENCH_DATA names; nothing is downloaded. Files
-that end in .jpeg, .jpg or .png count. Classes are numbered in the order of their folders' names.
-ImageNet has 1,281,167 + 50,000 photographs in 1,000 classes. They are decoded when a batch is made,
-which counts as forward_backward; grayscale and CMYK become RGB, EXIF's orientation is ignored.
+Data: DATA/FOLDER/train/CLASS/*.JPEG and DATA/FOLDER/val/CLASS/*.JPEG, where FOLDER is the field
+`folder` and DATA is --data-dir or GCBENCH_DATA; nothing is downloaded. Files ending in .jpeg, .jpg
+or .png are used. Classes are numbered in the order of their folders' names. ImageNet has 1,281,167
++ 50,000 photographs in 1,000 classes. They are decoded for each batch, which counts as
+forward_backward; grayscale and CMYK become RGB, EXIF's orientation is ignored.
 
-Preprocessing: a box is cut out of the photograph and resized to `side` x `side` pixels (224),
-bilinear with antialiasing, which TernGrad's code does not have. Training, besides a flip with
-probability 1/2: `alexnet` resizes the whole photograph to 256 x 256 and crops 224 at random;
-`googlenet` and `resnet50` take a box with a random share of the area (uniform, at least 5 % and
-8 %) and a random aspect ratio (3/4 to 4/3, uniform on a log scale). A box that does not fit is cut
-to the photograph; TernGrad's code draws again. Its random brightness, saturation, hue and contrast
-for GoogLeNet are left out. Evaluation takes the middle 7/8 of width and of height, for `resnet50`
-of the shorter side. Values: `alexnet` 0..255 minus (123.68, 116.78, 103.94); `googlenet` -1..1;
-`resnet50` 0..1, minus the mean of each channel and divided by its standard deviation.
+Preprocessing: a box is cropped from the photograph and resized to `side` x `side` pixels (224),
+bilinear with antialiasing, which TernGrad's code does not use. Training, with a flip of probability
+1/2: `alexnet` resizes the whole photograph to 256 x 256 and crops 224 at random; `googlenet` and
+`resnet50` use a box with a random fraction of the area (uniform, at least 5 % and 8 %) and a random
+aspect ratio (3/4 to 4/3, uniform on a log scale). A box that does not fit is clipped to the
+photograph; TernGrad's code draws again. Its random brightness, saturation, hue and contrast for
+GoogLeNet are not implemented. Evaluation uses the middle 7/8 of width and height, for `resnet50` of
+the shorter side. Values: `alexnet` 0..255 minus (123.68, 116.78, 103.94); `googlenet` -1..1;
+`resnet50` 0..1, minus the mean per channel and divided by its standard deviation.
 
 `alexnet`, 60,965,224 parameters: two towers, batch normalization. Recipe: batch 256, SGD with
 momentum 0.9, lr 0.01, divided by 10 every 20 of 74 epochs (370,000 steps), weight decay 0.0005,
 dropout 0.5.
 `googlenet`, 6,617,624 parameters: 3x3 for 5x5, batch normalization, no auxiliary classifiers.
-Recipe: batch 128, SGD with momentum 0.9, lr 0.04 times the square root of the share left of 600,000
-steps, weight decay 0.00004, dropout 0.2.
+Recipe: batch 128, SGD with momentum 0.9, lr 0.04 times the square root of the remaining fraction of
+600,000 steps, weight decay 0.00004, dropout 0.2.
 In both, only weights decay, in the loss; the gradient of the last layer stays dense; evaluated on
 moving averages of decay 0.9999. In the paper, runs with ternary gradients had less dropout, 0.2 and
 0.08: the suites terngrad-table2 and terngrad-table3 set these values.
-Source: Wen et al. 2017, tables 2 and 3; what the paper leaves out is from the authors' code, which
-has one more class, not used.
+Source: Wen et al. 2017, tables 2 and 3; details that the paper omits are from the authors' code,
+which has an additional, unused class.
 
 `resnet50`, 25,557,032 parameters. Recipe: batch 256, SGD with momentum 0.9, lr 0.1, divided by 10
-at a third and two thirds of the steps (in the paper when the error stops falling), weight decay
+at a third and two thirds of the steps (in the paper when the error plateaus), weight decay
 0.0001 on all parameters, no dropout. Source: He et al. 2016, section 3.4: up to 600,000 steps.
 """
 
@@ -63,16 +63,16 @@ SCALES = {
     "googlenet": ((127.5, 127.5, 127.5), (127.5, 127.5, 127.5)),
     "resnet50": ((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)),
 }
-"""What is subtracted from each channel, on a scale of 0..255, and what it is then divided by."""
+"""Mean and scale of each channel, for values of 0..255."""
 LEAST_AREA = {"googlenet": 0.05, "resnet50": 0.08}
-"""The smallest share of a photograph that a training example shows."""
+"""The minimum fraction of a photograph in a training example."""
 ASPECT = 4 / 3
-"""The largest ratio of a training example's sides."""
+"""The maximum aspect ratio of a training example."""
 LEAST_SIDE = 64
 ENDINGS = (".jpeg", ".jpg", ".png")
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom edge in a photograph, in pixels from its left top corner."""
+"""Left, top, right and bottom edge in pixels from a photograph's top left corner."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ class ImageNet(Task):
     evaluation_batch: ClassVar[int] = 100
 
     network: str = "alexnet"  # alexnet, googlenet or resnet50
-    folder: str = "imagenet"  # the folder below the data folder that has train and val
-    side: int = 224  # pixels of an example's side
-    dropout: float | None = None  # None: the network's own, as published for gradients in fp32
-    augment: bool = True  # distort training images; without, they are prepared like test images
+    folder: str = "imagenet"  # folder of train and val below the data folder
+    side: int = 224  # side of an example, in pixels
+    dropout: float | None = None  # None: the network's default, as published for fp32 gradients
+    augment: bool = True  # distort training images; False: prepare them like test images
 
     def __post_init__(self) -> None:
         check_network(self.network, NETWORKS)
         if self.side < LEAST_SIDE:
-            raise ValueError(f"side {self.side}: at least {LEAST_SIDE} pixels are allowed")
+            raise ValueError(f"side {self.side}: expected at least {LEAST_SIDE} pixels")
         if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout {self.dropout}: from 0 to below 1 is allowed")
+            raise ValueError(f"dropout {self.dropout}: expected at least 0 and below 1")
 
     def defaults(self) -> Mapping[str, Any]:
-        """Return the recipe of the network's source, at a small part of its steps."""
+        """Return the recipe of the network's source, with a small fraction of its steps."""
         common = {"steps": 2000, "optimizer": "sgd", "momentum": 0.9, "nesterov": False}
         common["eval_every"] = 1000
         if self.network == "resnet50":
@@ -139,13 +139,13 @@ class ImageNet(Task):
             "lr": 0.01,
             "weight_decay": 5e-4,
             "schedule": "step",
-            # 20, 40 and 60 of the 73.93 epochs that 370,000 steps of 256 are.
+            # 20, 40 and 60 of 73.93 epochs (370,000 steps of 256).
             "schedule_steps": [0.2705, 0.5410, 0.8116],
             "schedule_gamma": 0.1,
         }
 
     def load(self, data_dir: Path | None) -> tuple[Photos, Photos]:
-        """Return the splits, the lists of files; that none is empty is checked, nothing is decoded.
+        """Return the splits, lists of nonempty files, without decoding them.
 
         Raises:
             GcbenchError: folders or photographs are missing or empty, or train and val have
@@ -186,10 +186,10 @@ class ImageNet(Task):
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
         """Return float32 images (b, 3, side, side) in channels-last memory.
 
-        They are decoded by as many threads as a torch operation has.
+        They are decoded with torch's number of threads.
 
         Raises:
-            GcbenchError: a file is damaged, cut short, or no picture; the message names it.
+            GcbenchError: a file is corrupt, truncated or not an image; the message names it.
         """
         assert isinstance(split, Photos)
         draws: list[list[float]] | list[None] = [None] * len(indices)
@@ -212,8 +212,8 @@ class ImageNet(Task):
                 photo = file.convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise GcbenchError(
-                f"imagenet: {path} cannot be decoded ({error}): it is damaged, cut short or no "
-                "picture. Bring it again from the source, or take it out of its folder"
+                f"imagenet: {path} cannot be decoded ({error}): it is corrupt, truncated or not an "
+                "image. Download it again, or remove it from its folder"
             ) from error
         box = self._box(*photo.size, draws)
         photo = photo.resize((self.side, self.side), Image.Resampling.BILINEAR, box)
@@ -223,10 +223,10 @@ class ImageNet(Task):
         return pixels.view(self.side, self.side, 3)
 
     def _box(self, width: int, height: int, draws: list[float] | None) -> Box:
-        """Return the box that is cut out of a photograph of `width` x `height` pixels.
+        """Return the box to crop from a photograph of `width` x `height` pixels.
 
-        The five draws, each in [0, 1), determine: the horizontal place, the vertical place, the
-        flip (not used here), the share of the area, and the aspect ratio. None: evaluation.
+        The five draws, each in [0, 1), determine the horizontal and vertical position, the flip
+        (not used here), the fraction of the area, and the aspect ratio. None: evaluation.
         """
         if draws is None:
             whole = (width, height)
@@ -238,7 +238,7 @@ class ImageNet(Task):
         if self.network == "alexnet":
             resized = round(self.side * 256 / 224)
             places = resized - self.side + 1
-            # The share of the room beside the crop that lies to its left, and above it.
+            # The fractions of the free space to the left of the crop and above it.
             left, top = (int(draw * places) / (places - 1) for draw in (left, top))
             cut = self.side / resized
             return _placed(width, height, cut * width, cut * height, left, top)
@@ -249,9 +249,9 @@ class ImageNet(Task):
         return _placed(width, height, w, h, left, top)
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Return `top5`: whether the right class is among the five with the largest outputs.
+        """Return `top5`: whether the correct class is among the five with the largest outputs.
 
-        Of equal outputs the lower class comes first, as in `correct`.
+        Ties are broken by the lower class, as in `correct`.
         """
         first = outputs.argsort(stable=True, dim=1, descending=True)[:, :5]
         return {"top5": (first == targets[:, None]).any(1)}
@@ -262,31 +262,31 @@ class ImageNet(Task):
 
 
 def _placed(width: int, height: int, w: float, h: float, left: float, top: float) -> Box:
-    """Return the box of w x h pixels that has a share `left` of the free width to its left.
+    """Return the box of w x h pixels with a fraction `left` of the free width to its left.
 
-    `top`: the share of the free height above it.
+    `top`: the fraction of the free height above it.
     """
     x, y = left * (width - w), top * (height - h)
     return x, y, min(x + w, width), min(y + h, height)
 
 
 def _layout(root: Path) -> str:
-    """Return the sentences on the files expected below `root`, and how to name another folder."""
+    """Return a description of the expected files, and how to set another folder."""
     return (
-        f"expected are {root}/train/CLASS/*.JPEG and {root}/val/CLASS/*.JPEG with the same class "
-        "folders in both; nothing is downloaded (image-net.org has the photographs). Name the "
-        "folder above with --data-dir or GCBENCH_DATA, another name with --task-set folder=NAME"
+        f"expected {root}/train/CLASS/*.JPEG and {root}/val/CLASS/*.JPEG with the same class "
+        "folders in both; nothing is downloaded (get the photographs from image-net.org). Set the "
+        "parent folder with --data-dir or GCBENCH_DATA, another name with --task-set folder=NAME"
     )
 
 
 def _some(names: set[str]) -> str:
-    """Return up to three names of a set, and how many there are."""
+    """Return up to three names of a set, and their number."""
     few = ", ".join(sorted(names)[:3])
     return few if len(names) <= 3 else f"{few}, ... ({len(names)} in all)"
 
 
 def _photos(root: Path, part: str) -> Photos:
-    """Return the photographs of one part, in the order of their names.
+    """Return the photographs of one part, sorted by name.
 
     Raises:
         GcbenchError: the folder, its class folders or their photographs are missing, or a file is
@@ -301,18 +301,18 @@ def _photos(root: Path, part: str) -> Photos:
     files: list[str] = []
     targets: list[int] = []
     for number, name in enumerate(classes):
-        found = []
+        paths = []
         with os.scandir(folder / name) as entries:
             for entry in entries:
                 if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
                     if not entry.stat().st_size:
-                        raise GcbenchError(f"imagenet: {entry.path} is empty; bring it again")
-                    found.append(f"{part}/{name}/{entry.name}")
-        if not found:
+                        raise GcbenchError(f"imagenet: {entry.path} is empty; download it again")
+                    paths.append(f"{part}/{name}/{entry.name}")
+        if not paths:
             ends = ", ".join(ENDINGS)
             raise GcbenchError(f"imagenet: {folder / name} has no photographs ({ends})")
-        files += sorted(found)
-        targets += [number] * len(found)
+        files += sorted(paths)
+        targets += [number] * len(paths)
     return Photos(
         torch.arange(len(files)), torch.tensor(targets), root, tuple(files), tuple(classes)
     )

@@ -3,16 +3,16 @@
 Data: 60,000 + 10,000 images of 28x28, scaled to [-1, 1]; no augmentation.
 Networks: `lenet`, as in TernGrad's code: 20 and 50 channels of 5x5 with SAME padding, each followed
 by ReLU and 2x2 pooling, then 500 and 10 units; 1,256,080 parameters; weights from a truncated
-normal with standard deviation 0.05, 0.05, 0.048 and 0.0767, biases zero. `lenet-caffe`, the model
-that it is named after: VALID padding, a ReLU behind the 500 units only, uniform weights; 431,080
-parameters. Both train with TernGrad's recipe.
+normal with standard deviation 0.05, 0.05, 0.048 and 0.0767, biases zero. `lenet-caffe`, the
+original model: VALID padding, a ReLU only after the 500 units, uniform weights; 431,080 parameters.
+Both use TernGrad's recipe.
 Recipe: batch 64 over all workers, 10,000 steps, SGD with momentum 0.9, lr 0.01 times the square
-root of the share of steps left, weight decay 0.0005 in the loss, on weights and not on biases;
+root of the remaining fraction of steps, weight decay 0.0005 in the loss, on weights but not biases;
 evaluated on moving averages of decay 0.9999 with TensorFlow's warm-up, min(0.9999,
 (1 + t) / (10 + t)). The second curve of the figure is plain SGD: momentum 0 and lr 0.1.
-Source: Wen et al. 2017, section 4.1 and figure 3; initialization, scaling, moving averages and
-which parameters decay are from the authors' code. It draws examples from a shuffling queue, we from
-permutations.
+Source: Wen et al. 2017, section 4.1 and figure 3; initialization, scaling, moving averages and the
+choice of decayed parameters are from the authors' code. It draws examples from a shuffling queue,
+we use permutations.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ class Mnist(Task):
         return Batch(inputs.to(memory_format=torch.channels_last), split.targets[indices])
 
     def decayed(self, parameter: str) -> bool:
-        """Return whether it is a weight: biases do not decay."""
+        """Return whether the parameter is a weight: biases do not decay."""
         return parameter.endswith("weight")

@@ -1,14 +1,14 @@
 """A quadratic with noisy gradients and a known minimum; a run needs no data and takes seconds.
 
-Formula: f(x) = 1/2 sum_i L_i (x_i - x*_i)^2, with curvatures L_i that fall in equal ratios from 1
+Formula: f(x) = 1/2 sum_i L_i (x_i - x*_i)^2, with curvatures L_i that decrease geometrically from 1
 to 1 / condition, and x*_i = sin(i + 1). An example's gradient is L (x - x*) + noise, with
 independent noise of N(0, noise^2) in every coordinate, so the mean over a batch of b examples has
-the variance noise^2 / b. The evaluation has no noise: since f(x*) = 0, the test loss is the gap.
-Start: x* plus or minus 1 in every coordinate, the signs drawn, so that the first gap is
+variance noise^2 / b. The evaluation has no noise: since f(x*) = 0, the test loss is the gap.
+Start: x* plus or minus 1 in every coordinate, with random signs, so that the initial gap is
 1/2 sum_i L_i for every seed.
-What it is for: with step size a, plain SGD converges to a mean gap of
+Purpose: with step size a, plain SGD converges to a mean gap of
 a noise^2 / (2 b) sum_i 1 / (2 - a L_i). A compressor's variance raises that plateau, and its bias
-may move it, too.
+may shift it.
 Source: the strongly convex case of the theorems (TernGrad's theorem 1, signSGD's theorem 1).
 """
 
@@ -71,11 +71,11 @@ class Quadratic(Task):
 
     def __post_init__(self) -> None:
         if self.dimension < 1:
-            raise ValueError(f"dimension {self.dimension}: at least 1 is allowed")
+            raise ValueError(f"dimension {self.dimension}: expected at least 1")
         if not 1 <= self.condition < float("inf"):
-            raise ValueError(f"condition {self.condition}: finite numbers from 1 on are allowed")
+            raise ValueError(f"condition {self.condition}: expected a finite number, at least 1")
         if not 0 <= self.noise < float("inf"):
-            raise ValueError(f"noise {self.noise}: finite numbers from 0 on are allowed")
+            raise ValueError(f"noise {self.noise}: expected a finite number, at least 0")
 
     def defaults(self) -> Mapping[str, Any]:
         """Return plain SGD with a constant step."""
@@ -93,7 +93,7 @@ class Quadratic(Task):
         }
 
     def load(self, data_dir: Path | None) -> tuple[Split, Split]:
-        """Return the indices of 1024 training examples and of one test example: no data."""
+        """Return the indices of 1024 training examples and of one test example."""
         train = torch.arange(EXAMPLES)
         return Split(train, train), Split(train[:1], train[:1])
 
@@ -112,9 +112,9 @@ class Quadratic(Task):
         return Batch(draws.view(shape) * self.noise, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean of the examples' losses; without noise it is the gap to the minimum."""
+        """Return the mean loss of the examples; without noise it is the gap to the minimum."""
         return outputs.mean()
 
     def correct(self, outputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Return None: nothing is classified."""
+        """Return None: there is no classification."""
         return None

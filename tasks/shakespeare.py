@@ -1,27 +1,27 @@
 """Character-level language modelling of Shakespeare, with a small transformer.
 
-Data: tinyshakespeare, 1,115,394 characters, 65 different ones, which are the tokens. The last tenth
-of the text is the test split, the rest the training split. An example is a block of `context`
-characters, with their successors as targets. Blocks are fixed and do not overlap, so any subset of
-examples is a split again; an incomplete block at the end of a split is not used.
-Network: a decoder-only transformer as GPT-2, pre-norm: learned positions; in each layer causal
-attention and then a perceptron of 4 width units with GELU (its tanh form), each behind a layer norm
-and added to its input; a last layer norm; an output matrix of its own, not tied to the embedding,
-without bias. No dropout. With 4 layers of width 128, 4 heads and 64 characters of context: 818,176
-parameters. Weights are drawn from N(0, 0.02^2), those of the matrices that end in the residual sum
-with 0.02 / sqrt(2 layers); biases 0.
+Data: tinyshakespeare, 1,115,394 characters; its 65 distinct characters are the tokens. The last
+tenth of the text is the test split, the rest the training split. An example is a block of `context`
+characters, with their successors as targets. Blocks are fixed and do not overlap; an incomplete
+block at the end of a split is ignored.
+Network: a decoder-only transformer like GPT-2, pre-norm: learned positions; in each layer causal
+attention and a perceptron of 4 width units with GELU (tanh form), each after a layer norm and added
+to its input; a final layer norm; an output matrix without bias, not tied to the embedding. No
+dropout. With 4 layers of width 128, 4 heads and 64 characters of context: 818,176 parameters.
+Weights are N(0, 0.02^2), those of the matrices before the residual sum with 0.02 / sqrt(2 layers);
+biases 0.
 Recipe, ours: batch 32 (2,048 characters) over all workers, 1,000 steps of Adam, lr 0.002 decaying
 linearly to 0, no weight decay. The rate was chosen on the last tenth of the training text, without
 compression, one seed, 4 workers and 400 steps: 2.245 nats with 0.001, 2.178 with 0.002, 2.464 with
 0.004.
-Metric: cross-entropy in nats a character, the mean over all characters; there is no accuracy. A
+Metric: cross-entropy in nats per character, averaged over all characters; there is no accuracy. A
 uniform guess has ln 65 = 4.174.
 nanoGPT's network has no biases (`bias=False`), shares the embedding's weights with the output
 matrix (`tied=True`) and uses the exact GELU (`gelu="erf"`); it trains on windows at random offsets
-(`sampling="windows"`), and weight decay spares its vectors, which are the norms' gains
-(`decay="matrices"`). The suite `nanogpt` has these settings.
+(`sampling="windows"`), and weight decay excludes vectors, the norms' gains (`decay="matrices"`).
+The suite `nanogpt` has these settings.
 Source: Karpathy's char-rnn (the text) and Radford et al. 2019 (network and initialization; their
-code draws positions with 0.01, we with 0.02 like the rest).
+code initializes positions with 0.01, ours with 0.02 like the rest).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from gcbench.core.errors import UsageError
 from gcbench.core.task import Batch, Split, Task
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_uppercase + string.ascii_lowercase
-"""The characters of the text in the order of their codes; a token is an index into it."""
+"""The characters of the text in order; a token is an index into it."""
 GELUS = {"tanh": "tanh", "erf": "none"}
-"""The field `gelu` -> torch's `approximate`."""
+"""Values of torch's `approximate` by the field `gelu`."""
 CHOICES = {
     "gelu": tuple(GELUS),
     "sampling": ("blocks", "windows"),
     "decay": ("all", "matrices"),
 }
-"""The fields that are words -> the allowed ones."""
+"""The allowed values of string fields."""
 
 
 def tokens(text: Tensor) -> Tensor:
@@ -63,20 +63,20 @@ def tokens(text: Tensor) -> Tensor:
     table[torch.tensor([ord(character) for character in CHARACTERS])] = torch.arange(
         len(CHARACTERS), dtype=torch.uint8
     )
-    found = table[text.long()]
-    if (strange := found == 255).any():
+    result = table[text.long()]
+    if (strange := result == 255).any():
         place = int(strange.nonzero()[0])
         raise ValueError(
-            f"byte {int(text[place])} at {place:,}: the {len(CHARACTERS)} characters of "
-            "tinyshakespeare are allowed"
+            f"byte {int(text[place])} at {place:,}: expected the {len(CHARACTERS)} characters of "
+            "tinyshakespeare"
         )
-    return found
+    return result
 
 
 def blocks(text: Tensor, context: int) -> Split:
-    """Cut tokens, (n,), into blocks: inputs uint8 and targets int64, ((n - 1) // context, context).
+    """Split tokens, (n,), into blocks: inputs uint8, targets int64, ((n - 1) // context, context).
 
-    The targets are the inputs' successors, so a block needs one character beyond its end.
+    The targets are the inputs' successors, so a block needs one character after its end.
     """
     rows = (len(text) - 1) // context
     inputs, targets = text[: rows * context], text[1 : rows * context + 1]
@@ -87,22 +87,22 @@ def blocks(text: Tensor, context: int) -> Split:
 class Windows(Split):
     """Windows of a text: `inputs` is the text, uint8 (n,), `targets` their offsets, int64 (m,)."""
 
-    context: int  # characters of a window
+    context: int  # characters per window
 
     def select(self, indices: Tensor) -> Self:
         """Return the windows at `indices`, int64 (m,), of the same text."""
         return replace(self, targets=self.targets[indices])
 
     def hold_out(self, count: int) -> tuple[Split, Split]:
-        """Return the windows without the end of the text, and `count` blocks of that end.
+        """Return the windows of the text without its end, and `count` blocks of the end.
 
-        Windows overlap, so windows drawn at random would share characters with those left.
+        Windows overlap, so windows drawn at random would share characters with the others.
         """
         end = len(self.inputs) - count * self.context - 1
         if end <= self.context:
             raise UsageError(
-                f"holdout {count}: {count} blocks of {self.context} characters leave no window of "
-                f"{len(self.inputs):,} characters; fewer are allowed"
+                f"holdout {count}: {count} blocks of {self.context} characters leave no window in "
+                f"{len(self.inputs):,} characters; hold out fewer"
             )
         return windows(self.inputs[:end], self.context), blocks(self.inputs[end:], self.context)
 
@@ -141,7 +141,7 @@ class Layer(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for part in self.attend(self.norm1(x)).chunk(3, -1)
         )
-        # In plain operations: torch's fused attention on a CPU cannot be vectorized over workers.
+        # Plain operations, because torch's fused attention on a CPU does not support vmap.
         scores = queries @ keys.transpose(-1, -2) / queries.shape[-1] ** 0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
         mixed = scores.masked_fill(later, float("-inf")).softmax(-1) @ values
@@ -152,7 +152,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens, int64 (b, t) with t <= context, -> logits of each one's successor, (b, t, 65)."""
+    """Maps tokens, int64 (b, t) with t <= context, to logits of their successors, (b, t, 65)."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, (b, t, 65); none depends on a later character."""
+        """Return the logits, (b, t, 65), which do not depend on later characters."""
         places = self.positions.weight[: x.shape[-1]]
         logits: Tensor = self.logits(self.norm(self.layers(self.characters(x) + places)))
         return logits
@@ -194,36 +194,26 @@ class Shakespeare(Task):
     """Predict the next character of Shakespeare's plays."""
 
     inputs: ClassVar[str] = "text"
-    added: ClassVar[Mapping[str, Any]] = {
-        "bias": True,
-        "tied": False,
-        "gelu": "tanh",
-        "sampling": "blocks",
-        "decay": "all",
-    }
-    """Fields that results of before do not have, with the values that change nothing."""
 
     layers: int = 4
     width: int = 128  # of the residual stream
-    heads: int = 4  # of attention in a layer; they share the width
-    context: int = 64  # characters of a block
+    heads: int = 4  # attention heads per layer, which share the width
+    context: int = 64  # characters per block
     bias: bool = True  # biases in linear layers and layer norms
-    tied: bool = False  # the output matrix is the embedding
-    gelu: str = "tanh"  # its approximation, or "erf": exact
+    tied: bool = False  # use the embedding as the output matrix
+    gelu: str = "tanh"  # approximate, or "erf": exact
     sampling: str = "blocks"  # train on fixed blocks, or on "windows" at random offsets
     decay: str = "all"  # parameters with weight decay, or "matrices": without norms and biases
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
             if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} {value}: at least 1 is allowed")
+                raise ValueError(f"{name} {value}: expected at least 1")
         for name, allowed in CHOICES.items():
             if (choice := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} {choice!r}: {' or '.join(map(repr, allowed))} is allowed")
+                raise ValueError(f"{name} {choice!r}: expected {' or '.join(map(repr, allowed))}")
         if self.width % self.heads:
-            raise ValueError(
-                f"width {self.width} with heads {self.heads}: a multiple of heads is allowed"
-            )
+            raise ValueError(f"width {self.width}: expected a multiple of heads {self.heads}")
 
     def defaults(self) -> Mapping[str, Any]:
         """Return our recipe; there is no published one for this size."""
@@ -259,7 +249,7 @@ class Shakespeare(Task):
         )
 
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
-        """Return the blocks at `indices` as tokens, int64 (b, context); nothing is augmented."""
+        """Return the blocks at `indices` as tokens, int64 (b, context), without augmentation."""
         if isinstance(split, Windows):
             inputs, targets = split.read(indices)
             return Batch(inputs.long(), targets.long())

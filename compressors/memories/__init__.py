@@ -1,1 +1,1 @@
-"""The built-in memories: one memory per file, named after its file."""
+"""The built-in memories, one per file, named after the file."""

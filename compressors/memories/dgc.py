@@ -1,14 +1,14 @@
 """Deep gradient compression: momentum correction and factor masking.
 
-u <- m u + g; v <- v + u (Nesterov: u <- m (u + g); v <- v + u + g). v is compressed, what was sent
-is subtracted from v, and with masking u is set to 0 where something was sent. The optimizer adds no
-further momentum. First g is clipped to a 2-norm of clip / sqrt(N), where the compressed tensors
-count as one vector and the dense ones as another. In the hooks for DDP and FSDP2, which send
-gradients before all have come, each lane is clipped by itself: in `comm_hook` tensors of together
-about `bucket_mb`, in `shard_hook` those of a module.
+u <- m u + g; v <- v + u (Nesterov: u <- m (u + g); v <- v + u + g). v is compressed, the decoded
+payload is subtracted from v, and with masking u is set to 0 wherever an element was sent. The
+optimizer applies no other momentum. First g is clipped to a 2-norm of clip / sqrt(N), with all
+compressed tensors as one vector and all dense tensors as another. The hooks for DDP and FSDP2,
+which send gradients before all are ready, clip each lane separately: about `bucket_mb` of tensors
+in `comm_hook`, the tensors of a module in `shard_hook`.
 
 Tensors that stay dense send u (with Nesterov u + g), which is plain momentum. So do all tensors in
-exact steps: before `start_step`, or while the ratio of a schedule keeps every element.
+exact steps: before `start_step`, or while a schedule's ratio keeps every element.
 
 Source: Lin et al., ICLR 2018, arXiv:1712.01887.
 """
@@ -41,9 +41,9 @@ class Dgc(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum}: from 0 to below 1 allowed")
+            raise ValueError(f"momentum={self.momentum}: expected at least 0 and below 1")
         if not (math.isfinite(self.clip) and self.clip >= 0):
-            raise ValueError(f"clip={self.clip}: a 2-norm, 0 for none")
+            raise ValueError(f"clip={self.clip}: expected a 2-norm, or 0 for none")
 
     @property
     def masks(self) -> bool:
@@ -51,7 +51,7 @@ class Dgc(Memory):
 
     def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
         if self.clip:
-            # In float32 a sum of squares may overflow, and the gradient would be clipped to zero.
+            # float64: an overflow of the sum of squares would clip the gradient to zero.
             norm = float(gradient.double().square().sum().sqrt())
             limit = self.clip / math.sqrt(ctx.workers)
             if norm > limit:
@@ -71,5 +71,5 @@ class Dgc(Memory):
             ctx.state["velocity"].masked_fill_(sent != 0, 0.0)
 
     def dense(self) -> Memory:
-        # Everything is sent, so masking would clear the momentum at every step.
+        # Every element is sent, so masking would clear the momentum at every step.
         return Dgc(self.momentum, masking=False, nesterov=self.nesterov, clip=self.clip)

@@ -1,11 +1,11 @@
-"""EF21: every worker sends the compressed difference to its gradient estimate.
+"""EF21: every worker sends the compressed difference between gradient and estimate.
 
-c = C(g - h), h <- h + c on each worker, and H <- H + mean of the workers' c, which all apply. H is
-the mean of the estimates h, though these are never sent. For fixed gradients every h converges to g
-and H to the mean gradient, which error feedback with a biased code does not achieve. h and H begin
-at 0; the source allows any beginning, and sends the first gradient uncompressed. The owner of a
-shard in a two-shot exchange adds the error of encoding the mean to the next mean, so that H plus
-the owners' residuals is the mean of the h.
+c = C(g - h), h <- h + c on each worker, and H <- H + mean of the workers' c; all workers apply H,
+the mean of the estimates h. For constant gradients every h converges to g and H to the mean
+gradient, unlike error feedback with a biased code. h and H start at 0; the source allows any start,
+and sends the first gradient uncompressed. In a two-shot exchange the owner of a shard adds the
+error of encoding the mean to the next mean, so that H plus the owners' residuals is the mean of
+the h.
 
 Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, arXiv:2110.03294, algorithm 2.
 """

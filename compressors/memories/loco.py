@@ -1,12 +1,11 @@
-"""LoCo: error feedback by a moving average of the errors, kept in 8 bits per element.
+"""LoCo: error feedback by a moving average of the errors, rounded to 8 bits per element.
 
-p = g + e is compressed, q is its decoding, and e <- Q8(beta e + (1 - beta) (p - q)). Q8 rounds to
-nearest as `int8` does, in blocks of 256 elements. The owner of a shard in a two-shot exchange keeps
-no error.
+p = g + e is compressed to q, and e <- Q8(beta e + (1 - beta) (p - q)). Q8 rounds to nearest as
+`int8` does, in blocks of 256 elements. In a two-shot exchange owners have no residual.
 
 Source: Xie, Lin, Toh and Zhou 2024, arXiv:2407.04480; beta = 0.8 is `err_beta` of the port in
-DeepSpeed. The buffer holds the values of the 8-bit codes as float32: updates are LoCo's, but no
-memory is saved. The source's periodic reset of e to zero is left out.
+DeepSpeed. The buffer has the values of the 8-bit codes as float32: updates are LoCo's, but no
+memory is saved. The source's periodic reset of e to zero is not implemented.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Loco(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
-            raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+            raise ValueError(f"beta={self.beta}: expected at least 0 and below 1")
 
     @property
     def lossy(self) -> bool:

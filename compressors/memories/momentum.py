@@ -1,4 +1,4 @@
-"""Momentum on every worker: m <- beta m + (1 - beta) g is compressed; it is not synchronized.
+"""Local momentum: each worker compresses m <- beta m + (1 - beta) g, without synchronizing m.
 
 With the sign as compressor this is Signum.
 
@@ -18,7 +18,7 @@ from gcbench.core.payload import Context
 
 @dataclass(frozen=True)
 class Momentum(Memory):
-    """A momentum per worker, which is not synchronized."""
+    """A momentum per worker."""
 
     beta: float = 0.9
 
@@ -27,7 +27,7 @@ class Momentum(Memory):
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
-            raise ValueError(f"beta={self.beta}: from 0 to below 1 allowed")
+            raise ValueError(f"beta={self.beta}: expected at least 0 and below 1")
 
     def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
         return ctx.state["momentum"].mul_(self.beta).add_(gradient, alpha=1 - self.beta)

@@ -1,4 +1,4 @@
-"""No memory: every gradient is compressed as it is."""
+"""No memory: the gradient itself is compressed."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from gcbench.core.memory import Memory
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Nothing is carried."""
+    """No buffers."""

@@ -1,10 +1,10 @@
-"""Error feedback: what was not sent is added to the next gradient.
+"""Error feedback: the compression error is added to the next gradient.
 
-p = g + decay * e is compressed; e = p - what was sent of p. The owner of a shard does the same,
-decay included, with the mean of all workers in place of g.
+p = g + decay * e is compressed; e = p - decoded payload. The owner of a shard does the same,
+including the decay, with the mean of all workers instead of g.
 
-Source: Seide et al. 2014 (with the carried term that their formula leaves out); Karimireddy et al.
-2019, arXiv:1901.09847.
+Source: Seide et al. 2014 (with the carried term that their formula omits); Karimireddy et al. 2019,
+arXiv:1901.09847.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gcbench.core.payload import Context
 class Residual(Memory):
     """Error feedback, with an optional decay."""
 
-    decay: float = 1.0  # share of the residual that is offered again
-    at_owner: bool = True  # two-shot: the owner keeps the error of encoding the mean, too
+    decay: float = 1.0  # factor of the residual when it is added to the next gradient
+    at_owner: bool = True  # two-shot: owners have a residual for the encoded mean
 
     buffers: ClassVar[tuple[str, ...]] = ("residual",)
     residuals: ClassVar[tuple[str, ...]] = ("residual",)
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay}: above 0 and at most 1 allowed")
+            raise ValueError(f"decay={self.decay}: expected above 0 and at most 1")
 
     @property
     def fusible(self) -> bool:

@@ -103,7 +103,7 @@ class Calls:
 
     def prepared(self, x: Tensor, segments: Segments) -> Any:
         """Return what the worker's `prepare` caches for its `encode`."""
-        return codec.prepare(self.method, x, Context(segments)).kept
+        return codec.prepare(self.method, x, Context(segments)).cached
 
     def encode(
         self,

@@ -19,7 +19,7 @@ from gcbench.core.errors import GcbenchError, Interrupted
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld, World
 from gcbench.training import launch
-from gcbench.training.membership import Membership
+from gcbench.training.rank import Rank
 
 PROCESSES = 3
 
@@ -66,9 +66,7 @@ def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _worker(
-    member: Membership, methods: Sequence[tuple[str, Mapping[str, Any]]]
-) -> list[dict[str, str]]:
+def _worker(member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
     """Run one of three processes."""
     from gcbench.training import engines
 

@@ -142,7 +142,7 @@ def run(
     Finished runs are skipped, interrupted ones are resumed.
     """
     from gcbench.report import listings
-    from gcbench.training import captures, grid, membership, runner, sinks, suites
+    from gcbench.training import captures, grid, rank, runner, sinks, suites
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
@@ -168,7 +168,7 @@ def run(
         suite="" if chosen is None else chosen.label(),
         show=listings.show_runs,
     )
-    if chosen is not None and membership.leads():
+    if chosen is not None and rank.leads():
         for path in rows[:1] if rows else ():
             if adopted := chosen.adopt(path):
                 say(f"{adopted} rows of other versions of suite {chosen.name} serve as they are")
@@ -178,7 +178,7 @@ def run(
         configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
         made.all(configs, json=json)
     else:
-        if membership.by_torchrun():
+        if rank.by_torchrun():
             raise UsageError(
                 f"suite {chosen.name!r} chooses settings by trials, which only the process of "
                 "worker 0 knows: run it without torchrun (--engine spawn has real processes)"
@@ -186,7 +186,7 @@ def run(
         points = chosen.points(given)
         made.after = sum(point.config.steps for point in points)
         made.work(chosen.runs(given), len(points), json=json, tuned=True)
-    if suite is not None and membership.leads():
+    if suite is not None and rank.leads():
         places = shlex.join(map(str, rows or [results]))
         say(f"as the suite's table: gcbench compare {places} --suite {suite}")
 

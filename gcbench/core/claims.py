@@ -1,8 +1,8 @@
-"""What a method claims of itself: its bias, its error, its mean, its size.
+"""A method's claims about its bias, error, mean and size.
 
-A claim is a statement that an experiment can refute. `gcbench verify` and `gcbench bounds` hold a
-method to its claims, whoever wrote it; no engine computes anything from a claim. A method without
-claims can be trained all the same, but less of it can be checked.
+A claim is a statement that an experiment can refute. `gcbench verify` and `gcbench bounds` test a
+method's claims; no engine computes anything from them. A method without claims can be trained, but
+less of it can be checked.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ C = TypeVar("C", bound="Compressor", covariant=True)
 class Claims(Generic[C]):
     """The claims of one configuration; `codec` is the compressor that makes them.
 
-    A method declares them by a derived class: `claims = MyClaims` in the compressor, or
-    `class MyClaims(Claims, of=MyCompressor)` below it. What always holds is plain data there
-    (`unbiased = True`, `nominal_bits = 8.0`), what depends on the fields a property, and what
-    depends on the gradient a function.
+    A method declares them in a subclass: `claims = MyClaims` in the compressor, or
+    `class MyClaims(Claims, of=MyCompressor)` below it. A constant claim is an attribute
+    (`unbiased = True`, `nominal_bits = 8.0`), a claim that depends on the fields is a property, and
+    one that depends on the gradient is a function.
 
-    In what follows x is a float32 tensor of shape (n,), `ctx.segments` covers it, and `ctx.shared`
-    is what the workers agreed on. Subclasses override what they claim, by plain attributes or
-    properties.
+    Below, x is a float32 tensor of shape (n,), `ctx.segments` covers it, and `ctx.shared` is what
+    the workers agreed on.
     """
 
     def __init__(self, codec: C) -> None:
@@ -42,8 +41,8 @@ class Claims(Generic[C]):
         super().__init_subclass__(**options)
         for name in vars(cls):
             if not (name.startswith("_") or hasattr(Claims, name) or name == "codec"):
-                known = [each for each in vars(Claims) if not each.startswith("_")]
-                raise unknown(f"claim of {cls.__name__}:", name, known)
+                choices = [each for each in vars(Claims) if not each.startswith("_")]
+                raise unknown(f"claim of {cls.__name__}:", name, choices)
         if of is not None:
             of.claims = property(cls)
 
@@ -58,12 +57,12 @@ class Claims(Generic[C]):
     def contractive(self) -> bool:
         """Whether ||x - decode(encode(x))|| < ||x|| unless x = 0; see `error_bound` and `delta`.
 
-        Error feedback converges for such methods, and is refused around others.
+        Error feedback converges for such methods and is refused for others.
         """
         return False
 
     def target(self, x: Tensor, ctx: Context) -> Tensor:
-        """Return the expectation of what is decoded, shape (n,); by default `x` itself.
+        """Return the expectation of the decoded tensor, shape (n,); by default `x` itself.
 
         TernGrad with clipping is unbiased for the clipped x.
         """
@@ -72,7 +71,7 @@ class Claims(Generic[C]):
     def variance(self, x: Tensor, ctx: Context) -> Tensor | None:
         """Return the exact variance of each decoded element of an unbiased method.
 
-        float64, shape (n,); None: not known.
+        float64, shape (n,); None: unknown.
         """
         return None
 
@@ -80,17 +79,14 @@ class Claims(Generic[C]):
     def two_levels(self) -> bool:
         """Whether each element is rounded at random to one of the two levels around its target.
 
-        0 is one of the levels, so that a target t of variance V is missed by at most |t| + V / |t|.
-        `gcbench bounds` then has intervals that need no normal distribution.
+        0 is one of the levels, so the error for a target t of variance V is at most |t| + V / |t|.
+        `gcbench bounds` then uses intervals that do not assume a normal distribution.
         """
         return False
 
     @property
     def smallest(self) -> float:
-        """Magnitude below which a segment may be sent as zeros, whatever the other claims say.
-
-        A segment counts if no element of its `target` is larger. By default 2^-100.
-        """
+        """Segments whose `target` has no larger magnitude may be sent as zeros; default 2^-100."""
         return 2.0**-100
 
     def variance_bound(self, x: Tensor, ctx: Context) -> float | None:
@@ -108,25 +104,25 @@ class Claims(Generic[C]):
     def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
 
-        It is below ||x||^2 unless x = 0. Where it holds in expectation over the random draws, it is
-        tested on the mean of several encodings.
+        It is below ||x||^2 unless x = 0. For a random method it may hold in expectation over the
+        draws; the check then tests the mean of several encodings.
         """
         return None
 
     def delta(self, segments: Segments) -> float | None:
         """Return the contraction constant delta in (0, 1].
 
-        ||x - decode(encode(x))||^2 <= (1 - delta) ||x||^2 for every x of these segments, or in
-        expectation over the draws; except where x has values that are denormal in float32 or near
-        its largest. None: there is no such constant.
+        ||x - decode(encode(x))||^2 <= (1 - delta) ||x||^2 for every x of these segments, possibly
+        in expectation over the draws, unless x has values that are denormal in float32 or close to
+        its maximum. None: there is no such constant.
         """
         return None
 
     def with_error(self, alpha: float) -> Compressor | None:
         """Return the method configured for a relative error of about `alpha`, in (0, 1).
 
-        Used for theorems in which the error falls to 0 with the steps; the `delta` of the returned
-        method bounds its error. None: no field controls the error.
+        For theorems whose error decreases to 0 with the steps; `delta` of the result bounds its
+        error. None: no field controls the error.
         """
         return None
 
@@ -134,20 +130,19 @@ class Claims(Generic[C]):
     def gaussian_error(self) -> float | None:
         """Return E||x - decode(encode(x))||^2 / ||x||^2 for long segments of independent N(0, 1).
 
-        None: not known in closed form.
+        None: there is no closed form.
         """
         return None
 
     @property
     def exact_for(self) -> tuple[str, ...]:
-        """Families of inputs that are decoded without error, by their names in `gcbench verify`."""
+        """Input families that decode without error, by their names in `gcbench verify`."""
         return ()
 
     def settled_error(self, x: Tensor, ctx: Context) -> float | None:
-        """Return a bound on ||x - x'||^2 after 50 steps with the same x, each without feedback.
+        """Return a bound on ||x - decoded||^2 after 50 steps with the same x, without feedback.
 
-        For methods that carry what they learn of the gradient from step to step. None: a step is
-        like any other.
+        For methods that improve an estimate of the gradient from step to step. None: for others.
         """
         return None
 
@@ -155,15 +150,15 @@ class Claims(Generic[C]):
 
     @property
     def aggregate(self) -> str:
-        """What `mean` is: "mean" of the decoded payloads, their majority "vote", or "other"."""
+        """What `mean` computes: "mean" of the decoded payloads, majority "vote", or "other"."""
         return "mean"
 
     def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor | None:
-        """Return what `mean` must be, by what each worker's payload decodes to, float32, (n,) each.
+        """Return the expected result of `mean` for the decoded payloads, float32, (n,) each.
 
-        float32, shape (n,). NaN stands for a fair coin, +1 or -1, in a vote, and elsewhere for an
-        element where rounding decides. The mean by default, or the sign of the sum with a coin for
-        ties. None: an "other" aggregate that says no more of itself.
+        float32, shape (n,): by default their mean, or the sign of their sum for a vote. NaN marks
+        a fair coin, +1 or -1, in a vote (a tie), and elsewhere an element that rounding decides.
+        None: an "other" aggregate without such a claim.
         """
         if self.aggregate == "other":
             return None
@@ -185,8 +180,8 @@ class Claims(Generic[C]):
     def uncompressed(self, gradients: Iterable[Tensor], warm_up: int) -> Iterator[Tensor] | None:
         """Yield the directions of the uncompressed optimizer, for the gradients of one worker.
 
-        What a method with an update rule must equal bit for bit with one worker and an exact codec;
-        the first `warm_up` steps are those in fp32. None: not declared.
+        With one worker and an exact codec, a method with an update rule must match them bit for
+        bit; the first `warm_up` steps are in fp32. None: not declared.
         """
         return None
 
@@ -194,13 +189,13 @@ class Claims(Generic[C]):
 
     @property
     def portable(self) -> bool:
-        """Whether the same input gives the same bytes on every machine.
+        """Whether equal inputs give equal bytes on every machine.
 
-        False where the last bits depend on a library's Fourier transform or matrix product.
+        False if the last bits depend on a library's Fourier transform or matrix product.
         """
         return True
 
     @property
     def nominal_bits(self) -> float | None:
-        """Return the bits an element that the source quotes for what a worker sends; None: none."""
+        """Return the bits per element that the source states for a worker's payload, or None."""
         return None

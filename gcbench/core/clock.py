@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Adds up the seconds of each phase within a step, and keeps those of every step.
+    """Records the seconds of each phase of every step.
 
-    Where several simulated workers run a phase, their mean counts: the time of one worker. On a GPU
-    the device is synchronized at the beginning and the end of every phase.
+    A phase that several simulated workers run counts with their mean, the time of one worker. A GPU
+    is synchronized at the beginning and the end of each phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a with statement that this process runs once for all of its workers."""
+        """Time a with block that this process runs once for all its workers."""
         start = self.read()
         yield
         self._now[name] += self.read() - start
@@ -54,13 +54,13 @@ class Clock:
     def workers(self, name: str, results: Sequence[tuple[T, float]]) -> list[T]:
         """Add the mean of the local workers' seconds to phase `name`, and return their values.
 
-        `results`: what the functions wrapped by `timed` returned.
+        `results`: the results of functions wrapped by `timed`.
         """
         self._now[name] += statistics.fmean(seconds for _, seconds in results)
         return [value for value, _ in results]
 
     def add(self, name: str, seconds: float) -> None:
-        """Add seconds of one worker, measured elsewhere, to phase `name`."""
+        """Add one worker's seconds, measured by the caller, to phase `name`."""
         self._now[name] += seconds
 
     def start_step(self) -> None:
@@ -69,28 +69,28 @@ class Clock:
         self._began = self.read()
 
     def end_step(self) -> None:
-        """Keep the step's phases and its wall-clock seconds, in that order."""
+        """Record the step's phases, then its wall-clock seconds."""
         self.steps.append([*self._now.values(), self.read() - self._began])
 
     def medians(self, together: int = 1) -> dict[str, float]:
         """Return the median seconds of each phase and of the whole step (key "step").
 
-        `together`: the number of consecutive steps that are averaged before the median is taken,
-        for runs in which not every step has every phase (local steps). A shorter group at the end
-        is left out unless it is the only one.
+        `together`: average this many consecutive steps before taking the median, for runs in which
+        not every step has every phase (local steps). A shorter last group is ignored unless it is
+        the only one.
         """
         names = (*PHASES, "step")
         if not self.steps:
             return dict.fromkeys(names, 0.0)
         rounds = [self.steps[i : i + together] for i in range(0, len(self.steps), together)]
-        whole = [own for own in rounds if len(own) == together] or rounds
-        means = [[statistics.fmean(column) for column in zip(*own, strict=True)] for own in whole]
+        whole = [group for group in rounds if len(group) == together] or rounds
+        means = [[statistics.fmean(column) for column in zip(*rows, strict=True)] for rows in whole]
         columns = zip(*means, strict=True)
         return dict(zip(names, map(statistics.median, columns), strict=True))
 
 
 class Totals(Clock):
-    """Adds up phases over all steps, and never waits for the device: used in a user's own job."""
+    """Sums phases over all steps without synchronizing the device, for a user's training job."""
 
     def read(self) -> float:
         """Return seconds on a monotonic clock."""

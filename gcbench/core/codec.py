@@ -1,8 +1,8 @@
-"""Calls of a method: the checks and output buffers that no method has to repeat.
+"""Calls of a method's functions, with the checks and output buffers that all methods need.
 
-The exchange, `compress`, and every check call methods through these functions. They refuse inputs
-of another dtype or length, provide the buffers of `Context`, check what comes back against the
-declared layout, and copy it to the caller's buffer unless the method wrote there itself.
+The exchange, `compress` and all checks call methods through this module. It rejects inputs of the
+wrong dtype or length, provides the buffers of `Context`, checks results against the declared
+layout, and copies them to the caller's buffer unless the method wrote there itself.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def check(method: Compressor, payload: Payload, segments: Segments) -> None:
     """Check that a payload has the declared layout.
 
     Raises:
-        PayloadError: it has another number of parts, another dtype or length, or no workers.
+        PayloadError: the number, dtype or length of its parts differs, or its count is below 1.
     """
     if payload.count < 1:
-        raise PayloadError(f"{name_of(method)}: payload of {payload.count} workers")
+        raise PayloadError(f"{name_of(method)}: payload has count {payload.count}: at least 1")
     declared = layout(method, segments, payload.count)
     if declared is not None and not _fits(payload, declared):
         raise PayloadError(
-            f"{name_of(method)}: payload {payload.layout} for {segments.numel} elements of "
-            f"{payload.count} worker(s): {declared} expected"
+            f"{name_of(method)}: payload has layout {payload.layout}; expected {declared} for "
+            f"{segments.numel} elements and {payload.count} worker(s)"
         )
 
 
@@ -63,17 +63,17 @@ def check(method: Compressor, payload: Payload, segments: Segments) -> None:
 
 
 def prepare(method: Compressor, x: Tensor, ctx: Context) -> Prepared:
-    """Return the worker's statistic, and what its encoder need not compute again.
+    """Return the worker's statistic, and intermediate results for its encoder.
 
     Raises:
-        UsageError: x is not float32, or not as long as its segments.
+        UsageError: x is not float32, or its length differs from that of its segments.
     """
     _check_input(method, "prepare", x, ctx)
     return method.prepare(x, ctx)
 
 
 def agree(method: Compressor, xs: Sequence[Tensor], ctx: Context) -> tuple[Tensor, list[Any]]:
-    """Return what these workers agree on, and what each one's `prepare` kept for its encoder.
+    """Return `ctx.shared` for these workers, and what each `prepare` cached for its encoder.
 
     `xs`: their gradients, float32, shape (n,) each. `ctx`: segments and key.
     """
@@ -83,18 +83,18 @@ def agree(method: Compressor, xs: Sequence[Tensor], ctx: Context) -> tuple[Tenso
     prepared = [prepare(method, x, ctx) for x in xs]
     statistics = [each.statistic for each in prepared]
     shared = torch.stack(statistics).amax(0) if statistics[0].numel() else statistics[0]
-    return shared, [each.kept for each in prepared]
+    return shared, [each.cached for each in prepared]
 
 
 def encode(method: Compressor, x: Tensor, ctx: Context, *, copy: bool = True) -> Payload:
-    """Return the payload of one worker, in `ctx.parts` if they are given.
+    """Return the payload of one worker, in `ctx.parts` if given.
 
-    `copy=False` leaves parts that the method returned as new tensors where they are.
+    `copy=False`: do not copy parts that the method returned as new tensors.
 
     Raises:
-        UsageError: x is not float32, or not as long as its segments.
-        GcbenchError: the method returned something else than tensors.
-        PayloadError: the payload does not have the layout that the method declares.
+        UsageError: x is not float32, or its length differs from that of its segments.
+        GcbenchError: the method did not return 1-D tensors.
+        PayloadError: the payload does not have the declared layout.
     """
     _check_input(method, "encode", x, ctx)
     inner = _with_parts(method, x.device, ctx, 1)
@@ -104,11 +104,11 @@ def encode(method: Compressor, x: Tensor, ctx: Context, *, copy: bool = True) ->
 def feedback(
     method: Compressor, x: Tensor, residual: Tensor, ctx: Context, *, copy: bool = True
 ) -> Payload:
-    """Encode x + residual, and set `residual`, (n,), to the error of the payload; as `encode`."""
+    """Like `encode` for x + residual; `residual`, (n,), becomes the error of the payload."""
     _check_input(method, "encode_feedback", x, ctx)
     inner = _with_parts(method, x.device, ctx, 1)
-    made = method.encode_feedback(x, residual, inner)
-    return _payload(method, "encode_feedback", made, inner, ctx.parts if copy else None)
+    parts = method.encode_feedback(x, residual, inner)
+    return _payload(method, "encode_feedback", parts, inner, ctx.parts if copy else None)
 
 
 # ---- payloads ------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def decode(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
 
     Raises:
         PayloadError: no encoder of this configuration can have produced the payload.
-        GcbenchError: the method returned something else than such a tensor.
+        GcbenchError: the method did not return such a tensor.
     """
     check(method, payload, ctx.segments)
     try:
@@ -130,7 +130,7 @@ def decode(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
 
 
 def decode_sum(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
-    """Return the mean from the sum of `payload.count` workers' summands; as `decode`."""
+    """Like `decode`, for the sum of `payload.count` workers' summands."""
     inner = ctx if ctx.out is not None else _with_out(payload, ctx)
     try:
         result = method.decode_sum(payload, inner)
@@ -140,7 +140,7 @@ def decode_sum(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
 
 
 def mean(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-    """Return the mean of different workers' payloads, float32, shape (n,); as `decode`."""
+    """Like `decode`, for the mean of the payloads of several workers."""
     _check_all(method, payloads, ctx)
     inner = ctx if ctx.out is not None else _with_out(payloads[0], ctx)
     try:
@@ -151,20 +151,20 @@ def mean(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Tenso
 
 
 def merge(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Payload:
-    """Return one payload that stands for the mean of several, in `ctx.parts` if they are given.
+    """Return one payload for the mean of several, in `ctx.parts` if given.
 
     Raises:
         PayloadError: no encoder of this configuration can have produced one of them.
-        GcbenchError: the method returned something else than tensors.
+        GcbenchError: the method did not return 1-D tensors.
     """
     _check_all(method, payloads, ctx)
     count, device = sum(payload.count for payload in payloads), _device(payloads[0], ctx)
     inner = _with_parts(method, device, ctx, count)
     try:
-        made = method.merge(payloads, inner)
+        merged = method.merge(payloads, inner)
     except PayloadError as error:
         raise _named(method, error) from None
-    return _payload(method, "merge", made, inner, ctx.parts, count)
+    return _payload(method, "merge", merged, inner, ctx.parts, count)
 
 
 # ---- checks and buffers --------------------------------------------------------------------------
@@ -174,20 +174,20 @@ def _check_input(method: Compressor, function: str, x: Tensor, ctx: Context) -> 
     n = ctx.segments.numel
     if x.dtype != torch.float32 or x.shape != (n,):
         raise UsageError(
-            f"{name_of(method)}: {function} got x of {x.dtype}, shape {tuple(x.shape)}; float32, "
-            f"shape ({n},), is expected, as long as its segments"
+            f"{name_of(method)}: {function} received x of {x.dtype}, shape {tuple(x.shape)}; "
+            f"expected float32, shape ({n},), the length of its segments"
         )
 
 
 def _check_all(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> None:
     if not payloads:
-        raise UsageError(f"{name_of(method)}: at least one payload is expected")
+        raise UsageError(f"{name_of(method)}: mean and merge need at least one payload")
     for payload in payloads:
         check(method, payload, ctx.segments)
 
 
 def _with_parts(method: Compressor, device: torch.device, ctx: Context, count: int) -> Context:
-    """Return the context with the declared layout, and with buffers if it has none."""
+    """Return the context with the declared layout, and with new buffers if it has none."""
     declared, parts = layout(method, ctx.segments, count), ctx.parts
     if parts is not None:
         return ctx if ctx.layout is declared else ctx._replace(layout=declared)
@@ -208,27 +208,27 @@ def _device(payload: Payload, ctx: Context) -> torch.device:
 def _payload(
     method: Compressor,
     function: str,
-    made: Any,
+    returned: Any,
     ctx: Context,
     parts: tuple[Tensor, ...] | None,
     count: int = 1,
 ) -> Payload:
-    """Return the payload that a method returned, copied to `parts` if they are given."""
-    tensors = (made,) if isinstance(made, Tensor) else made
-    if isinstance(made, Payload):
-        tensors = made.parts
+    """Check the payload that a method returned, and copy it to `parts` if given."""
+    tensors = (returned,) if isinstance(returned, Tensor) else returned
+    if isinstance(returned, Payload):
+        tensors = returned.parts
     if type(tensors) is not tuple or not all(
         isinstance(part, Tensor) and part.ndim == 1 for part in tensors
     ):
         raise GcbenchError(
-            f"{method!r}: {function} returned {_shown(made)}; a 1-D tensor or a tuple of 1-D "
-            "tensors, the parts of the payload, is expected"
+            f"{method!r}: {function} returned {_shown(returned)}; expected the parts of the "
+            "payload, a 1-D tensor or a tuple of 1-D tensors"
         )
     payload = Payload(tensors, count)
     if ctx.layout is not None and not _fits(payload, ctx.layout):
         raise PayloadError(
-            f"{method!r}: {function} returned a payload of {payload.layout} for "
-            f"{ctx.segments.numel} elements; its layout declares {ctx.layout}"
+            f"{method!r}: {function} returned a payload of layout {payload.layout} for "
+            f"{ctx.segments.numel} elements; its declared layout is {ctx.layout}"
         )
     if parts is None:
         return payload
@@ -239,7 +239,7 @@ def _payload(
 
 
 def _fits(payload: Payload, declared: Layout) -> bool:
-    """Return whether a payload has a layout."""
+    """Return whether a payload has the declared layout."""
     parts = payload.parts
     if len(parts) != len(declared):
         return False
@@ -250,15 +250,15 @@ def _fits(payload: Payload, declared: Layout) -> bool:
 
 
 def _named(method: Compressor, error: PayloadError) -> PayloadError:
-    """Return an error that a method raised, with the method's name in front."""
+    """Prefix an error that a method raised with the method's name."""
     name = name_of(method)
     return error if str(error).startswith(f"{name}: ") else PayloadError(f"{name}: {error}")
 
 
 def _tensor(method: Compressor, function: str, result: Any, ctx: Context) -> Tensor:
-    """Return what a method decoded, copied to `ctx.out` if it is given.
+    """Check the tensor that a method decoded, and copy it to `ctx.out` if given.
 
-    A copy would convert another dtype and repeat a shorter tensor, so both are refused.
+    A copy alone would convert dtypes and broadcast a shorter tensor.
     """
     out = ctx.out
     if out is not None and result is out:
@@ -269,8 +269,8 @@ def _tensor(method: Compressor, function: str, result: Any, ctx: Context) -> Ten
         or result.shape != (ctx.segments.numel,)
     ):
         raise GcbenchError(
-            f"{method!r}: {function} returned {_shown(result)}; float32, shape "
-            f"({ctx.segments.numel},), is expected"
+            f"{method!r}: {function} returned {_shown(result)}; expected float32, shape "
+            f"({ctx.segments.numel},)"
         )
     decoded: Tensor = result if out is None else out.copy_(result)
     return decoded

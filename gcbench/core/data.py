@@ -1,9 +1,8 @@
-"""Data sets on disk: finding, downloading, checking and reading the published files.
+"""Data sets on disk: locating, downloading, checking and reading the published files.
 
-Files lie in their official layout, `cifar-10-batches-bin/*.bin` and `mnist/*.gz`, or, where there
-is none, in ours, `text/tinyshakespeare.txt`; either in a folder that the user names or in the
-download cache. They are compared with their published SHA-256 each time they are found. Nothing is
-unpickled.
+Files have their official layout, `cifar-10-batches-bin/*.bin` and `mnist/*.gz`, or, if there is
+none, ours, `text/tinyshakespeare.txt`, in a folder of the user or in the download cache. Their
+SHA-256 is checked on every use. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from gcbench.core.errors import GcbenchError, unknown
 
 TIMEOUT = 30.0
-"""Seconds without an answer after which a server is given up."""
+"""Seconds without a response after which a download fails."""
 CHUNK = 1 << 16
 
 Examples = tuple[Tensor, Tensor]
@@ -42,44 +41,44 @@ Examples = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class File:
-    """A published file: its name, its size in bytes and the hexadecimal SHA-256 of its content."""
+    """A published file: name, size in bytes, and hexadecimal SHA-256."""
 
     name: str
     size: int
     sha256: str
     published: str = ""
-    """Its name at the mirrors, if that is another one: `input.txt` is too vague to keep."""
+    """Its name at the mirrors, if different."""
 
     def address(self, mirror: str) -> str:
-        """Return where `mirror` has the file."""
+        """Return the URL of the file at `mirror`."""
         return mirror + (self.published or self.name)
 
     def fault(self, path: Path) -> str | None:
-        """Return what is wrong with the file at `path`, or None."""
+        """Return a description of the fault of the file at `path`, or None."""
         if not path.is_file():
             return "is missing"
         size = path.stat().st_size
         if size < self.size:
-            return f"is cut short: {size:,} of {self.size:,} bytes"
+            return f"is truncated: {size:,} of {self.size:,} bytes"
         if size > self.size:
-            return f"is too long: {size:,} bytes, {self.size:,} expected"
+            return f"is too long: {size:,} bytes, expected {self.size:,}"
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != self.sha256:
-            return f"has the wrong SHA-256: {found}, expected {self.sha256}"
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != self.sha256:
+            return f"has SHA-256 {sha256}, expected {self.sha256}"
         return None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set: its folder, the files in it, and where they come from."""
+    """A data set: its folder, its files, and their mirrors."""
 
     folder: str
     files: tuple[File, ...]
     mirrors: tuple[str, ...]
-    """Addresses to which a file's published name is appended, tried in turn."""
+    """URL prefixes of the files' published names, tried in order."""
     archive: File | None = None
-    """The tar archive that holds the folder; None: the files are published one by one."""
+    """The tar archive of the folder; None: the files are published separately."""
 
     @property
     def downloads(self) -> tuple[File, ...]:
@@ -157,26 +156,26 @@ NAMES = tuple(SOURCES)
 
 
 def cache() -> Path:
-    """Return the download cache: GCBENCH_CACHE, or the operating system's place for caches."""
+    """Return the download cache: GCBENCH_CACHE, or the default of the operating system."""
     return Path(os.environ.get("GCBENCH_CACHE") or pooch.os_cache("gcbench")).expanduser()
 
 
 def path(name: str, data_dir: Path | None = None) -> Path:
-    """Return the folder in which the files of `name` belong; it need not exist.
+    """Return the folder of the files of `name`, which may not exist yet.
 
     Raises:
-        UsageError: unknown name.
+        UsageError: `name` is unknown.
     """
     return (data_dir or cache()) / _source(name).folder
 
 
 def find(name: str, data_dir: Path | None = None) -> list[Path]:
-    """Return the paths of the files of `name`, checked; without `data_dir` they are downloaded.
+    """Return the checked paths of the files of `name`; download them if there is no `data_dir`.
 
     Raises:
-        UsageError: unknown name.
-        GcbenchError: a file is missing, cut short or has the wrong checksum, or no server can be
-            reached; the message says what to do.
+        UsageError: `name` is unknown.
+        GcbenchError: a file is missing, truncated or has the wrong checksum, or no server can be
+            reached.
     """
     source = _source(name)
     if data_dir is None:
@@ -186,31 +185,31 @@ def find(name: str, data_dir: Path | None = None) -> list[Path]:
         for file in source.files:
             if fault := file.fault(folder / file.name):
                 raise GcbenchError(
-                    f"{name}: {folder / file.name} {fault}. {_by_hand(source, data_dir)}; or leave "
-                    "out --data-dir and GCBENCH_DATA to have it downloaded."
+                    f"{name}: {folder / file.name} {fault}. {_by_hand(source, data_dir)}; or unset "
+                    "--data-dir and GCBENCH_DATA to download it automatically."
                 )
     return [folder / file.name for file in source.files]
 
 
 class Shown(Protocol):
-    """Shows how far a download is."""
+    """A progress display."""
 
-    def step(self, step: int, said: str = "") -> None: ...  # noqa: D102
+    def step(self, step: int, message: str = "") -> None: ...  # noqa: D102
 
     def close(self) -> None: ...  # noqa: D102
 
 
 Watch = Callable[[str, int], Shown]
-"""Makes what shows a download, of a file's name and its bytes."""
+"""Creates the progress display of a file, given its name and size in bytes."""
 
 
 class _Bar:
-    """A bar on a terminal's stderr; nothing elsewhere."""
+    """A progress bar on stderr if that is a terminal."""
 
     def __init__(self, name: str, size: int) -> None:
         self.bar = tqdm(desc=name, total=size, unit="B", unit_scale=True, disable=None)
 
-    def step(self, step: int, said: str = "") -> None:
+    def step(self, step: int, message: str = "") -> None:
         self.bar.update(step - self.bar.n)
 
     def close(self) -> None:
@@ -218,16 +217,16 @@ class _Bar:
 
 
 def get(name: str, data_dir: Path | None = None, watch: Watch = _Bar) -> Path:
-    """Download what is missing of `name` into `data_dir` or the cache, and return its folder.
+    """Download missing files of `name` to `data_dir` or the cache, and return their folder.
 
-    `watch` shows each download, by default with a bar on a terminal. One that broke off is resumed.
-    Files in the cache whose content is wrong are fetched again; files in `data_dir` are never
-    overwritten.
+    `watch` displays the progress of each download, by default a bar on a terminal. An interrupted
+    download is resumed. Invalid files are downloaded again in the cache, but never overwritten in
+    `data_dir`.
 
     Raises:
-        UsageError: unknown name.
-        GcbenchError: no server can be reached, a downloaded file is wrong, the folder cannot be
-            written, or a file in `data_dir` has the wrong content.
+        UsageError: `name` is unknown.
+        GcbenchError: no server can be reached, a downloaded file is invalid, the folder is not
+            writable, or a file in `data_dir` is invalid.
     """
     source, root = _source(name), data_dir or cache()
     folder = root / source.folder
@@ -237,7 +236,7 @@ def get(name: str, data_dir: Path | None = None, watch: Watch = _Bar) -> Path:
     if data_dir:
         for file, fault in faults.items():
             if fault and (folder / file.name).exists():
-                raise GcbenchError(f"{name}: {folder / file.name} {fault}. Move it away first.")
+                raise GcbenchError(f"{name}: {folder / file.name} {fault}. Move or delete it.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(root / f".{source.folder}.lock"):
@@ -245,7 +244,7 @@ def get(name: str, data_dir: Path | None = None, watch: Watch = _Bar) -> Path:
     except OSError as error:
         place = "--data-dir or GCBENCH_DATA" if data_dir else "GCBENCH_CACHE"
         raise GcbenchError(
-            f"{name} cannot be stored in {root}: {error.strerror or error}. Name another folder "
+            f"{name} cannot be stored in {root}: {error.strerror or error}. Set another folder "
             f"with {place}."
         ) from error
     return folder
@@ -258,7 +257,7 @@ def _source(name: str) -> Source:
 
 
 def _by_hand(source: Source, root: Path) -> str:
-    """Return the sentence that tells how to put the files into `root` by hand."""
+    """Return instructions to download the files to `root` manually."""
     if source.archive:
         urls = " or ".join(source.archive.address(mirror) for mirror in source.mirrors)
         return f"Download {urls} and unpack it in {root}"
@@ -269,7 +268,7 @@ def _by_hand(source: Source, root: Path) -> str:
 
 
 def _fetch_all(name: str, source: Source, root: Path, watch: Watch) -> None:
-    """Download and unpack what is missing; another process may have done so while we waited."""
+    """Download and unpack missing files, unless another process did while this one waited."""
     folder = root / source.folder
     if not any(file.fault(folder / file.name) for file in source.files):
         return
@@ -279,39 +278,38 @@ def _fetch_all(name: str, source: Source, root: Path, watch: Watch) -> None:
             _fetch(file, source.mirrors, into, watch)
         except (requests.RequestException, ValueError) as error:
             raise GcbenchError(
-                f"{name}: {file.name} cannot be downloaded ({_reason(error)}). Try again, it goes "
-                f"on where it ended. Or: {_by_hand(source, root)}, or into a folder that you name "
-                "with --data-dir or GCBENCH_DATA. `--task digits` needs no download."
+                f"{name}: {file.name} cannot be downloaded ({_reason(error)}). Try again to resume "
+                f"the download. Or: {_by_hand(source, root)}, or to a folder set by --data-dir or "
+                "GCBENCH_DATA. `--task digits` needs no download."
             ) from error
     if source.archive:
         _unpack(source, into / source.archive.name, folder)
 
 
 def _reason(error: Exception) -> str:
-    """Return the failure in a few words; requests' own are a chain of wrapped exceptions."""
+    """Return a short reason; the messages of requests are chains of wrapped exceptions."""
     if isinstance(error, requests.HTTPError) and error.response is not None:
-        return f"the server answers {error.response.status_code} {error.response.reason}"
+        return f"the server returned {error.response.status_code} {error.response.reason}"
     if isinstance(error, requests.Timeout):
-        return f"no answer within {TIMEOUT:g} s"
+        return f"no response within {TIMEOUT:g} s"
     if isinstance(error, requests.RequestException):
         broke = isinstance(error, requests.exceptions.ChunkedEncodingError)
-        return "the connection broke" if broke else "no connection"
+        return "connection lost" if broke else "no connection"
     return str(error)
 
 
 def _fetch(file: File, mirrors: tuple[str, ...], into: Path, watch: Watch) -> None:
-    """Download one file into the folder `into`, from the first mirror that serves it whole.
+    """Download one file to the folder `into`, from the first mirror that provides all of it.
 
     Raises:
-        requests.RequestException: the last mirror cannot be reached, or the connection breaks.
-        ValueError: the last mirror sends another file.
+        requests.RequestException: the last mirror cannot be reached, or the connection is lost.
+        ValueError: the last mirror has another file.
     """
     part = into / f"{file.name}.part"
     failure: Exception | None = None
     for mirror in mirrors:
         try:
-            # A wrong checksum may be due to what an earlier download left in `part`, which is
-            # removed then: try once more.
+            # The rest of an earlier download in `part` may cause a wrong checksum: retry without.
             resumed = part.exists()
             try:
                 _retrieve(file.address(mirror), file, into, part, watch)
@@ -340,7 +338,7 @@ def _retrieve(url: str, file: File, into: Path, part: Path, watch: Watch) -> Non
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence pooch's notes, which name temporary files and ask users to report checksums."""
+    """Silence pooch's messages about temporary files and checksums."""
     logger = pooch.get_logger()
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -352,9 +350,9 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Resume:
-    """A downloader for pooch that keeps an unfinished download in `part`, and resumes it.
+    """A downloader for pooch that resumes an unfinished download from the file `part`.
 
-    `file`: name, size and checksum of the whole file. `watch`: see `get`.
+    `file`: name, size and checksum of the complete file. `watch`: see `get`.
     """
 
     part: Path
@@ -362,15 +360,15 @@ class Resume:
     watch: Watch = _Bar
 
     def __call__(self, url: str, output_file: str, _pooch: object) -> None:
-        """Download `url` to `output_file`, and show how far it is.
+        """Download `url` to `output_file` and display the progress.
 
         Raises:
-            requests.RequestException: no connection, an error status, or the connection broke.
+            requests.RequestException: no connection, an error status, or a lost connection.
             ValueError: the server has another file; `part` is then removed.
         """
         have = self.part.stat().st_size if self.part.exists() else 0
         if have < self.file.size:
-            # Without `identity` a server may compress, and a range counts compressed bytes.
+            # `identity`: a compressing server would count compressed bytes in a range.
             headers = {"Accept-Encoding": "identity"}
             if have:
                 headers["Range"] = f"bytes={have}-"
@@ -383,14 +381,14 @@ class Resume:
             raise requests.exceptions.ChunkedEncodingError("the server closed the connection")
         if fault := self.file.fault(self.part):
             self.part.unlink()
-            raise ValueError(f"what came {fault}")
+            raise ValueError(f"the downloaded file {fault}")
         self.part.replace(output_file)
 
     def _receive(self, response: requests.Response, have: int) -> None:
         size = self.file.size
         whole = have + int(response.headers.get("Content-Length", size - have))
         if whole != size:
-            raise ValueError(f"the server has {whole:,} bytes, {size:,} expected")
+            raise ValueError(f"the server has {whole:,} bytes, expected {size:,}")
         shown = self.watch(self.file.name, size)
         try:
             with self.part.open("ab" if have else "wb") as file:
@@ -403,7 +401,7 @@ class Resume:
 
 
 def _unpack(source: Source, archive: Path, folder: Path) -> None:
-    """Extract the files of the data set, and no others, from a checked archive, and delete it."""
+    """Extract only the files of the data set from a checked archive, then delete the archive."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         with tarfile.open(archive) as tar:
             for file in source.files:
@@ -455,40 +453,44 @@ def cifar_rows(file: Path) -> Examples:
     """Read CIFAR-10's binary format: rows of one label byte and 3x32x32 bytes of an image.
 
     Raises:
-        GcbenchError: the size is no multiple of a row, or a label is above 9.
+        GcbenchError: the size is not a multiple of a row, or a label is above 9.
     """
     flat = np.fromfile(file, np.uint8)
     if not flat.size or flat.size % 3073:
-        raise GcbenchError(f"{file}: {flat.size:,} bytes are not rows of 3,073: it is cut short")
+        raise GcbenchError(
+            f"{file} is truncated: {flat.size:,} bytes, expected a multiple of 3,073"
+        )
     rows = torch.from_numpy(flat).view(-1, 3073)
     labels = rows[:, 0].long()
     if labels.max() > 9:
-        raise GcbenchError(f"{file}: label {int(labels.max())}, 0 to 9 are allowed")
+        raise GcbenchError(f"{file}: label {int(labels.max())}, expected 0 to 9")
     return rows[:, 1:].reshape(-1, 3, 32, 32), labels
 
 
 def idx(file: Path) -> Tensor:
-    """Read a gzipped idx file of unsigned bytes; return uint8, of the shape in its header.
+    """Read a gzipped idx file of unsigned bytes; return uint8 with the shape in its header.
 
-    The header is two zero bytes, the byte 8 (the type: unsigned bytes), the number of axes, and the
-    length of each axis in four bytes, most significant first.
+    The header is two zero bytes, the byte 8 (the type: unsigned byte), the number of axes, and the
+    length of each axis as four big-endian bytes.
 
     Raises:
-        GcbenchError: not gzip, not idx, or cut short.
+        GcbenchError: the file is not gzip, not idx, or truncated.
     """
     try:
         with gzip.open(file) as stream:
             content = stream.read()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise GcbenchError(f"{file}: not a whole gzip file ({error})") from error
+        raise GcbenchError(f"{file} is not a complete gzip file: {error}") from error
     axes = content[3] if len(content) > 3 else 0
     if content[:3] != b"\0\0\x08" or not axes or len(content) < 4 + 4 * axes:
-        raise GcbenchError(f"{file}: starts with {content[:4]!r}: no idx file of unsigned bytes")
+        raise GcbenchError(
+            f"{file} is not an idx file of unsigned bytes: it starts with {content[:4]!r}"
+        )
     start = 4 + 4 * axes
     shape = np.frombuffer(content, ">u4", axes, offset=4).tolist()
     if len(content) - start != (expected := math.prod(shape)):
         raise GcbenchError(
-            f"{file}: {len(content) - start:,} bytes behind the head, which says {shape}: "
-            f"{expected:,} expected"
+            f"{file} is truncated: {len(content) - start:,} bytes of data, expected {expected:,} "
+            f"for shape {shape}"
         )
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)

@@ -1,4 +1,4 @@
-"""The errors that a user sees as one line: what came, what is allowed, what to do."""
+"""Errors that a user sees as one line: what was received, what is allowed, what to do."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class GcbenchError(Exception):
 
 
 class UsageError(GcbenchError):
-    """The request cannot be carried out as it was put; the command line exits with 2."""
+    """An invalid request; the command line exits with 2."""
 
     exit_code = 2
 
 
 class DivergedError(GcbenchError):
-    """A run met a gradient that is not finite at `step`; it ends, and is recorded as diverged."""
+    """A run had a non-finite gradient at `step`; it ends, and is recorded as diverged."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -27,22 +27,22 @@ class DivergedError(GcbenchError):
 
 
 class Interrupted(GcbenchError):
-    """The user asked to stop; the checkpoint is written."""
+    """The user interrupted the run; a checkpoint is written."""
 
     exit_code = 130
 
 
 class PeerLostError(GcbenchError):
-    """Another worker has ended, so this one cannot continue; the cause lies with the other."""
+    """Another worker has failed, so this one cannot continue."""
 
 
 class PayloadError(GcbenchError, ValueError):
     """A payload that no encoder of this configuration can have produced."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str], hint: str = "") -> UsageError:
-    """Return the error for an unknown `name`: the closest known one first, then all of them."""
-    names = sorted(known)
+def unknown(kind: str, name: str, choices: Iterable[str], hint: str = "") -> UsageError:
+    """Return the error for an unknown `name`; it lists the closest choice, then all choices."""
+    names = sorted(choices)
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     nearest = f" Did you mean {close[0]!r}?" if close else ""
     tail = f" {hint}" if hint else ""

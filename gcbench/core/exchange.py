@@ -1,20 +1,20 @@
 """The exchange: from every worker's gradient to the mean that all replicas apply.
 
-A bucket is one flat gradient. Its tensors are laid out in lanes: the compressed ones first, then
-those that a policy keeps dense. Each lane has its compressor and collective:
+A bucket is one flat gradient. It consists of lanes: the compressed tensors first, then those that
+a policy keeps dense. Each lane has a compressor and a collective:
 
-allreduce: payloads in a form that can be added, summed by the collective, decoded once.
-allgather: every worker gets every payload and takes the mean of all.
-twoshot: shards go to their owners (all-to-all), the owner merges its shard and all-gathers it: the
-    sharded parameter server.
+allreduce: the collective sums payloads in an addable form; the sum is decoded once.
+allgather: every worker receives all payloads and computes their mean.
+twoshot: shards go to their owners (all-to-all); each owner merges its shard and all-gathers the
+    result: a sharded parameter server.
 
-The memory of a lane (`gcbench.core.memory`) stands between gradient and encoder. What it is told of
-the sent values is the decoding of the worker's own payload, computed here and nowhere else. An
-owner that encodes the mean again keeps the error of that encoding.
+The memory of a lane (`gcbench.core.memory`) transforms the gradient before it is encoded. It
+receives the decoded form of the payload that was actually sent, which only this module computes.
+With a memory that has residuals, an owner that encodes the mean again keeps that error, too.
 
-An exchange keeps its buffers for the life of a run: after the first steps it allocates no large
-one. The payloads of a worker are views of one send buffer, so nothing is concatenated before it is
-sent, nor copied after it has been received.
+Buffers live as long as the exchange: after the first steps it allocates no large tensor. A worker's
+payloads are views of one send buffer, so they are neither concatenated before sending nor copied
+after receiving.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Lane:
-    """A stretch of the bucket, `[start, start + segments.numel)`, and how it is exchanged."""
+    """The range `[start, start + segments.numel)` of the bucket, and how it is exchanged."""
 
     compressor: Compressor
     collective: str
@@ -69,7 +69,7 @@ class Lane:
     segments: Segments
     memory: Memory = field(default_factory=Memory)
     edges: tuple[int, ...] = ()
-    """Where the owners' shards begin, and the lane's length; all of them between segments.
+    """Start of each owner's shard, then the lane's length; all at segment boundaries.
 
     Empty: the tiles of the lane are distributed evenly (`shard_bounds`).
     """
@@ -77,15 +77,15 @@ class Lane:
 
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
-            raise ValueError(f"edges {self.edges}: expected where segments begin, and the end")
+            raise ValueError(f"edges {self.edges}: expected segment boundaries")
 
     def bounds(self, workers: int) -> Sequence[int]:
-        """Return where the owners' shards of this lane begin, and its length."""
+        """Return the start of each owner's shard, then the lane's length."""
         return self.edges or shard_bounds(self.segments.numel, workers)
 
     @property
     def joint(self) -> tuple[str, ...]:
-        """Names of the buffers that are equal on all workers: those of memory and update rule."""
+        """Names of the memory's and update rule's buffers that are equal on all workers."""
         return (*self.memory.joint, *self.rule.buffers)
 
     @property
@@ -95,10 +95,10 @@ class Lane:
 
 
 def exact_or(method: Compressor, memory: Memory, *, exact: bool) -> tuple[Compressor, Memory]:
-    """Return the method and the memory by which tensors are exchanged.
+    """Return the method and the memory to exchange tensors with.
 
-    `exact`: in fp32, as tensors that stay dense and all tensors before `start_step`. The memory
-    then takes its form for exact communication, as it does beside a method that loses nothing.
+    `exact`: exchange in fp32 (tensors that stay dense, and all tensors before `start_step`), with
+    the memory's form for exact communication.
     """
     if exact:
         return registry.compressor("none"), memory.dense()
@@ -114,10 +114,9 @@ def lane_of(
     *,
     exact: bool,
 ) -> Lane:
-    """Return how tensors of these shapes, one after the other from `start` on, are exchanged.
+    """Return the lane of tensors of these shapes, laid out consecutively from `start`.
 
-    `exact`: in fp32 by an all-reduce, see `exact_or`; otherwise by the method, the collective and
-    the memory.
+    `exact`: exchange them in fp32 by an all-reduce, see `exact_or`, not by method and collective.
     """
     compressor, carried = exact_or(method, memory, exact=exact)
     way, rule = ("allreduce", method.rule.dense()) if exact else (collective, method.rule)
@@ -129,8 +128,7 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
     """Return the collective to use, by default the method's first.
 
     Raises:
-        UsageError: the collective is unknown, or the method's mean would be wrong with it; the
-            message names the legal ones.
+        UsageError: the collective is unknown, or would compute a wrong mean for this method.
     """
     legal = compressor.legal_collectives()
     check_collectives(f"{compressor!r}.legal_collectives", legal)
@@ -140,16 +138,16 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
         raise UsageError(f"collective {collective!r}: allowed are {', '.join(COLLECTIVES)}")
     if collective not in legal:
         raise UsageError(
-            f"{compressor!r} cannot be exchanged by {collective}: its mean would be wrong. "
+            f"{compressor!r} does not support collective {collective}: its mean would be wrong. "
             f"Legal: {', '.join(legal)}"
         )
     return collective
 
 
 def shard_bounds(n: int, workers: int) -> list[int]:
-    """Return where the owners' shards of n elements begin, and n.
+    """Return the start of each owner's shard of n elements, then n.
 
-    Shards consist of whole tiles, and their numbers of tiles differ by at most 1.
+    Shards consist of whole tiles; their numbers of tiles differ by at most 1.
     """
     tiles = -(-n // TILE)
     share, extra = divmod(tiles, workers)
@@ -160,15 +158,15 @@ def shard_bounds(n: int, workers: int) -> list[int]:
 def dense_tensors(
     names: Sequence[str], shapes: Sequence[Sequence[int]], below: int, last: Sequence[str]
 ) -> list[bool]:
-    """Return for each tensor whether it stays dense: below `below` elements, or named in `last`.
+    """Return whether each tensor stays dense: it has fewer than `below` elements or is in `last`.
 
     Raises:
-        UsageError: `last` has names, and none of them is that of a tensor.
+        UsageError: `last` is not empty and names no tensor.
     """
     if last and not {*last} & {*names}:
         raise UsageError(
-            f"dense_last: the last layer is {', '.join(last)}, which is not trained. Leave "
-            "dense_last out, or unfreeze the layer"
+            f"dense_last: the last layer, {', '.join(last)}, is not trained. Remove dense_last, or "
+            "unfreeze the layer"
         )
     return [
         math.prod(shape) < below or name in last for name, shape in zip(names, shapes, strict=True)
@@ -176,16 +174,15 @@ def dense_tensors(
 
 
 def classifier(model: nn.Module) -> list[str]:
-    """Return the parameter names of the last module that has parameters of its own.
+    """Return the parameter names of the last module that has direct parameters.
 
-    They are those of `model.named_parameters()`, where a weight that two layers share has the name
-    that it has in the first of them.
+    Names are those of `model.named_parameters()`: a shared weight has its name in the first layer.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     last: list[str] = []
     for module in model.modules():
-        own = [names[id(parameter)] for parameter in module.parameters(recurse=False)]
-        last = own or last
+        directs = [names[id(parameter)] for parameter in module.parameters(recurse=False)]
+        last = directs or last
     return last
 
 
@@ -196,26 +193,26 @@ def checked_rate(lr: float) -> float:
     except (TypeError, ValueError):
         rate = math.nan
     if not (math.isfinite(rate) and rate >= 0):
-        raise UsageError(f"learning rate {lr!r}: a finite number, at least 0, is expected")
+        raise UsageError(f"learning rate {lr!r}: expected a finite number, at least 0")
     return rate
 
 
 class Piece(NamedTuple):
-    """A stretch of a lane that is encoded as one: all of it, or an owner's shard."""
+    """A part of a lane that is encoded as one unit: the whole lane, or an owner's shard."""
 
     ctx: Context
-    """What is the same on all workers; the key is that of rank 0 and of the first element."""
+    """The context common to all workers; its key is that of rank 0 and of the first element."""
     start: int = 0
     """Index in the lane of the first element."""
 
     @property
     def segments(self) -> Segments:
-        """The segments of the stretch."""
+        """The segments of this part."""
         return self.ctx.segments
 
     @property
     def place(self) -> slice:
-        """Where it lies in the lane."""
+        """Its range in the lane."""
         return slice(self.start, self.start + self.segments.numel)
 
     def shard(self, start: int, stop: int) -> Piece:
@@ -227,48 +224,48 @@ class Piece(NamedTuple):
         return Piece(self.ctx._replace(segments=segments, shared=shared, key=key), start)
 
     def of(self, rank: int, stream: int = purposes.ENCODE) -> Context:
-        """Return the context of one worker, whose random numbers are for the purpose `stream`."""
+        """Return the context of one worker; `stream` is the purpose of its random numbers."""
         return self.ctx._replace(key=self.ctx.key._replace(rank=rank, stream=stream))
 
 
 class Buffers:
-    """Buffers by name, allocated once and again when a larger one is asked for."""
+    """Buffers by name, reallocated only when a larger one is requested."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: dict[Hashable, Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
 
     def bytes(self, name: Hashable, count: int) -> Tensor:
-        """Return uint8, shape (count,), with the content that was last written to it."""
-        kept = self._kept.get(name)
-        if kept is None or kept.numel() < count:
-            kept = self._kept[name] = torch.empty(count, dtype=torch.uint8, device=self.device)
-        return kept[:count]
+        """Return a uint8 buffer of shape (count,), with its previous content."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[name] = torch.empty(count, dtype=torch.uint8, device=self.device)
+        return buffer[:count]
 
     def floats(self, name: Hashable, count: int) -> Tensor:
-        """Return float32, shape (count,), with the content that was last written to it."""
+        """Return a float32 buffer of shape (count,), with its previous content."""
         return self.bytes(name, 4 * count).view(torch.float32)
 
     def row(self, name: Hashable, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return uint8 tensors of these sizes, one after the other in one buffer."""
+        """Return consecutive uint8 views of these sizes of one buffer."""
         return torch.split(self.bytes(name, sum(sizes)), list(sizes))
 
     def fill(self, byte: int) -> None:
-        """Overwrite all buffers with a byte; the check that no result is kept in one uses it."""
-        for kept in self._kept.values():
-            kept.fill_(byte)
+        """Overwrite all buffers with a byte, to check that no result relies on their content."""
+        for buffer in self._buffers.values():
+            buffer.fill_(byte)
 
     def clear(self) -> None:
         """Free all buffers."""
-        self._kept.clear()
+        self._buffers.clear()
 
 
 class Exchange:
-    """Turns the local workers' buckets into the mean over all workers.
+    """Computes the mean over all workers from the local workers' buckets.
 
-    What it carries from step to step is in `workers`, for each local worker one dict per lane, and
-    in `joint`, for each lane what is the same on all workers: the state of a method in rounds
-    ("state"), the joint buffers of its memory, and those of its update rule.
+    State carried from step to step is in `workers` (per local worker, one dict per lane) and in
+    `joint` (per lane, equal on all workers): the state of a method in rounds ("state"), and the
+    joint buffers of memory and update rule.
     """
 
     def __init__(
@@ -280,37 +277,37 @@ class Exchange:
         *,
         owns_shards: bool = True,
     ) -> None:
-        """`owns_shards`: whether owners may keep residuals of shards; not with `lane_shards`."""
+        """`owns_shards`: whether owners may keep residuals; False if `lane_shards` is used."""
         self.world, self.seed, self.clock = world, seed, clock
         self.lanes: tuple[Lane, ...] = ()
         self.parts: list[Sequence[slice]] = []
-        """Of each lane, the stretches whose residuals may follow different learning rates."""
+        """Per lane, the ranges whose residuals may follow different learning rates."""
         self.rates: list[list[float | None]] = []
         """The last positive learning rate of each part; None before the first."""
         self.scale: float | None = None
         """The loss scale of the residuals; None: the loss was not scaled."""
         self.owns_shards = owns_shards
         self.owned: list[bool] = []
-        """Of each lane, whether an owner's residual is kept at this stage or was at another."""
+        """Per lane, whether owners keep a residual at this or an earlier stage."""
         self.in_rounds: list[MultiRoundCompressor | None] = []
-        """Of each lane, the last method in rounds that it had."""
+        """Per lane, its most recent method in rounds."""
         self.agreement = Traffic()
-        """The part of the only local worker's traffic that `agree` cost."""
+        """Traffic of `agree`, a part of the only local worker's traffic."""
         self.workers: list[list[State]] = [[] for _ in world.ranks]
         self.joint: list[State] = []
         self.buffers = Buffers(world.device)
         self.change(lanes)
 
     def change(self, lanes: Sequence[Lane]) -> None:
-        """Replace the lanes' compressors and memories; the states of workers are kept.
+        """Replace the lanes' compressors and memories; workers keep their states.
 
         Raises:
-            ValueError: a lane has another place in the bucket than before.
+            ValueError: a lane's range in the bucket changed.
         """
         if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
             (b.start, b.segments.numel) for b in lanes
         ]:
-            raise ValueError("lanes may change their compressor, not their place")
+            raise ValueError("lanes may change their compressor, but not their range")
         if not self.lanes:
             self.parts = [[slice(0, lane.segments.numel)] for lane in lanes]
             self.rates = [[None] for _ in lanes]
@@ -335,17 +332,17 @@ class Exchange:
         self.buffers.clear()
 
     def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
-        """Return the mean gradient, float32, shape (n,), the same bits on every replica.
+        """Return the mean gradient, float32, shape (n,), with equal bits on every replica.
 
-        With an update rule it is the direction that the rule makes of the mean. It is the
-        exchange's own buffer and holds until the next call.
+        If the method has an update rule, it is the direction that the rule computes from the mean.
+        The result is a buffer of the exchange, valid until the next call.
 
-        `buckets`: one float32 tensor of shape (n,) for each local worker; `lr`: the learning rate
-        that the mean will be applied with, which residuals follow.
+        `buckets`: one float32 tensor of shape (n,) per local worker. `lr`: the learning rate that
+        the mean will be applied with; residuals are rescaled to it.
 
         Raises:
-            PayloadError: a payload is corrupt. On a GPU this is known only after all kernels have
-                been launched, so the states may already hold values of the corrupt payload.
+            PayloadError: a payload is corrupt. A GPU reports this after all kernels were launched,
+                so states may already contain values of the corrupt payload.
         """
         self.follow(lr)
         with faults.together():
@@ -356,12 +353,12 @@ class Exchange:
 
     @property
     def lr(self) -> float | None:
-        """The last positive learning rate that residuals followed; None if parts have several."""
+        """The last positive learning rate of the residuals; None if it differs between parts."""
         rates = {rate for lane in self.rates for rate in lane}
         return rates.pop() if len(rates) == 1 else None
 
     def divide(self, parts: Sequence[Sequence[slice]]) -> None:
-        """Let parts of each lane, which lie one after the other, follow rates of their own."""
+        """Give consecutive parts of each lane separate learning rates."""
         self.parts = list(parts)
         self.rates = [[None] * len(lane) for lane in parts]
 
@@ -370,10 +367,10 @@ class Exchange:
     ) -> None:
         """Rescale the residuals to the learning rate that the next means will be applied with.
 
-        A rate of 0 rescales nothing, and the next positive rate is compared with the last one. The
-        first rate rescales nothing either. `lr`: one for all, or of each part of each lane, where
-        None leaves the part as it is. `scale`: the factor by which the loss, and so each gradient,
-        is multiplied; the residuals are multiplied by its change.
+        The factor is the last positive rate over the next positive rate, so a rate of 0 and the
+        first rate change nothing. `lr`: one rate, or one per part of each lane, where None leaves
+        the part unchanged. `scale`: the loss scale of the gradients; residuals are multiplied by
+        its change.
 
         Raises:
             UsageError: a rate is negative or not finite.
@@ -392,12 +389,9 @@ class Exchange:
         self.assume(rates)
 
     def assume(self, lr: float | Sequence[Sequence[float | None]]) -> None:
-        """Take these for the rates of the last mean, without a change to the residuals.
-
-        For what becomes known after the exchange: the rate that the optimizer did apply.
-        """
-        for own, lane in zip(self.rates, self._rates(lr), strict=True):
-            own[:] = [new or old for old, new in zip(own, lane, strict=True)]
+        """Record the rates that the optimizer applied to the last mean; residuals do not change."""
+        for rates, lane in zip(self.rates, self._rates(lr), strict=True):
+            rates[:] = [new or old for old, new in zip(rates, lane, strict=True)]
 
     def _rates(
         self, lr: float | Sequence[Sequence[float | None]]
@@ -408,7 +402,7 @@ class Exchange:
         return [[rate] * len(parts) for parts in self.parts]
 
     def _rescale(self, number: int, factors: Sequence[float]) -> None:
-        """Multiply the residuals of each part of a lane by its factor; neighbours together."""
+        """Multiply the residuals of each part of a lane by its factor; merge equal neighbours."""
         lane, parts = self.lanes[number], self.parts[number]
         first = 0
         for i in range(1, len(parts) + 1):
@@ -431,31 +425,30 @@ class Exchange:
     def agree(self, row: Sequence[int]) -> list[list[int]]:
         """Return every worker's row of integers, by rank; for one local worker.
 
-        8 bytes per integer and worker, which count as traffic; `agreement` has their part.
+        It costs 8 bytes per integer and worker, counted as traffic and in `agreement`.
         """
-        own = self.world.traffic[0]
-        before = replace(own)
+        traffic = self.world.traffic[0]
+        before = replace(traffic)
         sent = torch.tensor(row, dtype=torch.int64, device=self.world.device)
         rows = self.world.all_gather([sent], [len(row)] * self.world.size)
         for name in ("payload_up", "payload_down", "wire"):
-            spent = getattr(own, name) - getattr(before, name)
+            spent = getattr(traffic, name) - getattr(before, name)
             setattr(self.agreement, name, getattr(self.agreement, name) + spent)
-        found: list[list[int]] = torch.stack(rows).tolist()
-        return found
+        gathered: list[list[int]] = torch.stack(rows).tolist()
+        return gathered
 
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self, worker: int = 0, *, copy: bool = True) -> dict[str, Any]:
-        """Return what a local worker carries, sealed by a digest, with its bytes so far.
+        """Return the state of a local worker and its traffic so far, sealed by a digest.
 
-        Numbers, strings, and float32 tensors on the CPU. The same entries are there at every step,
-        also those that are not used yet. `copy`: False returns the exchange's own tensors where
-        they are on the CPU already.
+        It contains numbers, strings, and float32 tensors on the CPU, with the same entries at every
+        step. `copy=False` returns tensors that are on the CPU without a copy.
         """
         keep: Callable[[Any], Any] = sealed.copied if copy else lambda value: value
         rank, traffic = self.world.ranks[worker], self.world.traffic[worker]
-        memory = [dict(own) for own in self.workers[worker]]
-        joint = [dict(own) for own in self.joint]
+        memory = [dict(state) for state in self.workers[worker]]
+        joint = [dict(state) for state in self.joint]
         for number, lane in enumerate(self.lanes):
             if "owner" not in memory[number] and self.owned[number]:
                 begin, end = lane.bounds(self.world.size)[rank : rank + 2]
@@ -467,8 +460,8 @@ class Exchange:
         tensors = {
             f"{kind} {number} {name}": keep(value.cpu())
             for kind, lanes in (("memory", memory), ("joint", joint))
-            for number, own in enumerate(lanes)
-            for name, value in own.items()
+            for number, states in enumerate(lanes)
+            for name, value in states.items()
         }
         return sealed.seal(
             {
@@ -478,37 +471,37 @@ class Exchange:
                 "places": [[lane.start, lane.segments.numel] for lane in self.lanes],
                 "rates": [list(lane) for lane in self.rates],
                 "scale": self.scale,
-                "begun": ["state" in own for own in self.joint],
+                "begun": ["state" in state for state in self.joint],
                 "traffic": list(astuple(traffic)),
                 "agreement": list(astuple(self.agreement)),
             }
         )
 
     def load_state_dict(self, saved: Mapping[str, Any], worker: int = 0) -> None:
-        """Carry on from `state_dict` of the same worker, for the same lanes; all or nothing.
+        """Restore `state_dict` of the same worker and lanes; an invalid state changes nothing.
 
         Raises:
-            UsageError: another worker's or exchange's state, or a value that it cannot have.
+            UsageError: the state of another worker or exchange, or an invalid value.
         """
         rank, size, device = self.world.ranks[worker], self.world.size, self.world.device
         place = sealed.entry(saved, "rank"), sealed.entry(saved, "world_size")
         if place != (rank, size):
             raise sealed.malformed(
-                f"it is of rank {place[0]} of {place[1]}, here is {rank} of {size}"
+                f"it is of rank {place[0]} of {place[1]}, but this is rank {rank} of {size}"
             )
         places = [[lane.start, lane.segments.numel] for lane in self.lanes]
         if [
             list(each) for each in sealed.sequence("places", saved["places"], len(places))
         ] != places:
             raise sealed.malformed(
-                f"its lanes lie at {saved['places']!r:.80}, here at {places!r:.80}"
+                f"its lanes are (start, length) {saved['places']!r:.80}; expected {places!r:.80}"
             )
         rates = [
             [
                 None if rate is None else sealed.number(f"rate of lane {i}", rate, positive=True)
-                for rate in sealed.sequence(f"rates of lane {i}", own, len(self.rates[i]))
+                for rate in sealed.sequence(f"rates of lane {i}", row, len(self.rates[i]))
             ]
-            for i, own in enumerate(
+            for i, row in enumerate(
                 sealed.sequence("rates", sealed.entry(saved, "rates"), len(self.rates))
             )
         ]
@@ -527,49 +520,53 @@ class Exchange:
         sealed.check_seal(saved)
         self.rates, self.scale = rates, scale
         self.world.traffic[worker], self.agreement = counts["traffic"], counts["agreement"]
-        for mine, found in ((self.workers[worker], memory), (self.joint, joint)):
-            for own, new in zip(mine, found, strict=True):
-                own.clear()
-                own.update({name: value.to(device, copy=True) for name, value in new.items()})
+        for mine, restored in ((self.workers[worker], memory), (self.joint, joint)):
+            for state, new in zip(mine, restored, strict=True):
+                state.clear()
+                state.update({name: value.to(device, copy=True) for name, value in new.items()})
 
     def _checked_buffers(
         self, saved: Mapping[str, Any], worker: int
     ) -> tuple[list[State], list[State]]:
-        """Return the tensors of a worker, and the joint ones, of each lane of a saved state.
+        """Return the worker's tensors and the joint tensors, per lane, of a saved state.
 
         Raises:
-            UsageError: one is missing, unknown, of another shape or dtype, or not finite.
+            UsageError: one is missing, unknown, of the wrong shape or dtype, or not finite.
         """
         count, rank = len(self.lanes), self.world.ranks[worker]
         memory, joint = by_lane(saved, count)
         begun = sealed.sequence("begun", sealed.entry(saved, "begun"), count)
-        found: tuple[list[State], list[State]] = ([], [])
+        checked: tuple[list[State], list[State]] = ([], [])
         for number, lane in enumerate(self.lanes):
             whole = (lane.segments.numel,)
             shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.workers[worker][number], whole)
             begin, end = lane.bounds(self.world.size)[rank : rank + 2]
             may = {**shapes, "owner": (end - begin,)} if self.owns_shards else shapes
-            found[0].append(_checked(f"lane {number}", memory[number], {*shapes} - {"owner"}, may))
+            checked[0].append(
+                _checked(f"lane {number}", memory[number], {*shapes} - {"owner"}, may)
+            )
             shapes = {name: whole for name in self.joint[number] if name != "state"}
             may = dict(shapes)
             if begun[number] and isinstance(lane.compressor, MultiRoundCompressor):
                 first = lane.compressor.initial_state(self._context(number, 0))
                 may["state"] = tuple(first.shape)
-            given = joint[number]
+            saved_joint = joint[number]
             if not begun[number]:
-                given = {name: value for name, value in given.items() if name != "state"}
+                saved_joint = {
+                    name: value for name, value in saved_joint.items() if name != "state"
+                }
             must = {*shapes, *(["state"] if begun[number] else [])}
-            found[1].append(_checked(f"lane {number}", given, must, may))
-        return found
+            checked[1].append(_checked(f"lane {number}", saved_joint, must, may))
+        return checked
 
     def lane_mean(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
-        """Return the mean of lane `number` alone, float32, shape (n of the lane,).
+        """Return the mean of lane `number`, float32, shape (n of the lane,).
 
         For gradients that become ready lane by lane; call `follow` before. Lanes may be exchanged
-        in any order, which must be the same on all workers; it does not change the means. The
-        result is a buffer of the exchange, valid until the lane's next call.
+        in any order that is the same on all workers; it does not change the means. The result is a
+        buffer of the exchange, valid until the lane's next call.
 
-        `gradients`: each local worker's of this lane alone, float32, shape (n of the lane,).
+        `gradients`: each local worker's gradient of this lane, float32, shape (n of the lane,).
         """
         out = self._means()[1][number]
         with faults.together():
@@ -577,10 +574,10 @@ class Exchange:
         return out
 
     def lane_shards(self, number: int, gradients: Sequence[Tensor], step: int) -> list[Tensor]:
-        """Return for each local worker the mean of the shard that it owns, float32, 1-D.
+        """Return the mean of each local worker's shard, float32, 1-D.
 
-        The first half of a two-shot exchange, for workers that need only their shard (FSDP): the
-        mean is not encoded again, so there is no second error, and no owner has a residual. The
+        The first half of a two-shot exchange, for workers that need only their shard (FSDP). The
+        mean is not encoded again, so it has no second error and owners have no residuals. The
         lane's memory must not change the mean (`Memory.joint` is empty).
 
         `gradients`: each local worker's gradient of this lane, float32, shape (n of the lane,).
@@ -597,16 +594,16 @@ class Exchange:
             )
 
     def offered(self, number: int, gradient: Tensor, step: int) -> Tensor:
-        """Return what lane `number` would offer to its encoder, (n,); its buffers do not change.
+        """Return the input of lane `number`'s encoder, (n,), without changing any buffer.
 
-        `gradient`: that of the first local worker, float32, shape (n of the lane,).
+        `gradient`: the first local worker's, float32, shape (n of the lane,).
         """
         ctx = self._of_memory(number, 0, self._context(number, step))
         state = {name: buffer.clone() for name, buffer in ctx.state.items()}
         return self.lanes[number].memory.offer(gradient, ctx._replace(state=state))
 
     def _context(self, number: int, step: int) -> Context:
-        """Return the context of a lane, as far as it is the same on all workers."""
+        """Return the context of a lane that is common to all workers."""
         lane = self.lanes[number]
         key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
         lr = 1.0 if self.lr is None else self.lr
@@ -615,12 +612,12 @@ class Exchange:
         )
 
     def _of_memory(self, number: int, i: int, ctx: Context) -> Context:
-        """Return the context that the memory of local worker i receives."""
+        """Return the context for the memory of local worker i."""
         key = ctx.key._replace(rank=self.world.ranks[i])
         return ctx._replace(key=key, state=self.workers[i][number])
 
     def _offered(self, number: int, gradients: Sequence[Tensor], ctx: Context) -> list[Tensor]:
-        """Return what the local workers' memories offer for their gradients of one lane."""
+        """Return the local workers' gradients of one lane as their memories transform them."""
         lane = self.lanes[number]
         if not lane.memory.carries or lane.fused:
             return list(gradients)
@@ -630,7 +627,7 @@ class Exchange:
         )
 
     def _means(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the buffer for the means of all lanes, and each lane's part of it."""
+        """Return the buffer for the means of all lanes, and its view for each lane."""
         sizes = [lane.segments.numel for lane in self.lanes]
         mean = self.buffers.floats("mean", sum(sizes))
         return mean, torch.split(mean, sizes)
@@ -652,35 +649,34 @@ class Exchange:
             match lane.collective:
                 case "allreduce":
                     sent = self._encode(number, xs, [whole], prepared, settle=False)
-                    self._allreduce(number, whole, [own[0] for own in sent], out)
+                    self._allreduce(number, whole, [payloads[0] for payloads in sent], out)
                 case "allgather":
                     sent = self._encode(number, xs, [whole], prepared)
-                    self._allgather(number, whole, [own[0] for own in sent], out)
+                    self._allgather(number, whole, [payloads[0] for payloads in sent], out)
                 case "twoshot":
                     self._twoshot(number, whole, xs, prepared, out)
                 case other:
-                    raise ValueError(f"collective {other!r}: {', '.join(COLLECTIVES)} allowed")
+                    raise ValueError(f"collective {other!r}: expected {', '.join(COLLECTIVES)}")
         with self.clock.phase("decode"):
             applied = lane.rule.update(lane.memory.apply(out, ctx), ctx)
             if applied is not out:
                 out.copy_(applied)
 
     def _agree(self, number: int, xs: Sequence[Tensor], ctx: Context) -> tuple[Piece, list[Any]]:
-        """Return the whole lane, and what each local worker's `prepare` keeps for its encoder.
+        """Return the whole lane with `ctx.shared`, and what each `prepare` cached for its encoder.
 
-        Its `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or
-        empty.
+        `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or empty.
         """
         method = self.lanes[number].compressor
         with self.clock.phase("statistic"):
             drawn = method.draw_shared(ctx)
         if drawn is not None:
             return Piece(ctx._replace(shared=drawn.to(self.world.device))), [None] * len(xs)
-        own = self._workers("statistic", lambda i: codec.prepare(method, xs[i], ctx))
-        shared, prepared = own[0].statistic, [each.kept for each in own]
+        results = self._workers("statistic", lambda i: codec.prepare(method, xs[i], ctx))
+        shared, prepared = results[0].statistic, [each.cached for each in results]
         if shared.numel():
             with self.clock.phase("communicate"):
-                shared = self.world.all_reduce([each.statistic for each in own], "max")
+                shared = self.world.all_reduce([each.statistic for each in results], "max")
         return Piece(ctx._replace(shared=shared)), prepared
 
     # -- one worker's payloads ---------------------------------------------------------------------
@@ -694,26 +690,26 @@ class Exchange:
         *,
         settle: bool = True,
     ) -> list[list[Payload]]:
-        """Return each local worker's payloads of these pieces, drawn from its rank's numbers.
+        """Return each local worker's payloads of these pieces, with its rank's random numbers.
 
-        `settle`: their bytes lie one after the other in the worker's send buffer.
+        `settle`: put their bytes in the worker's send buffer, consecutively.
         """
         ranks, lane = self.world.ranks, self.lanes[number]
 
         def encode(i: int) -> list[Payload]:
             name = (number, "sent", i)
-            own = [piece.of(ranks[i])._replace(prepared=prepared[i]) for piece in pieces]
+            contexts = [piece.of(ranks[i])._replace(prepared=prepared[i]) for piece in pieces]
             parts = [xs[i][piece.place] for piece in pieces]
             if lane.fused:
                 residual = self.workers[i][number]["residual"]
                 left = [residual[piece.place] for piece in pieces]
-                return self._payloads(lane, name, parts, own, residuals=left)
-            # `offer` may return a buffer that `keep` changes: the payload must not be a view of it.
+                return self._payloads(lane, name, parts, contexts, residuals=left)
+            # `keep` may change the buffer that `offer` returned: the payload must not be its view.
             apart = settle or lane.memory.feedback
-            sent = self._payloads(lane, name, parts, own, settle=apart)
+            sent = self._payloads(lane, name, parts, contexts, settle=apart)
             if lane.memory.feedback:
                 ctx = self._of_memory(number, i, pieces[0].ctx._replace(segments=lane.segments))
-                lane.memory.keep(xs[i], self._decoded(lane, sent, own), ctx)
+                lane.memory.keep(xs[i], self._decoded(lane, sent, contexts), ctx)
             return sent
 
         return self._workers("encode", encode)
@@ -730,15 +726,15 @@ class Exchange:
     ) -> list[Payload]:
         """Return the payloads of the tensors `xs`, or of x + residual if there are residuals.
 
-        Each residual is then replaced by the error of its payload. `settle`: the bytes of the
-        payloads are moved to the buffer of this name, one after the other.
+        Each residual becomes the error of its payload. `settle`: put the bytes of the payloads in
+        the buffer of this name, consecutively.
         """
         method = lane.compressor
         layouts = [codec.layout(method, ctx.segments) for ctx in contexts]
         slots, payloads = self._slots(name, layouts), []
         for i, (x, ctx, slot) in enumerate(zip(xs, contexts, slots, strict=True)):
             if slot is not None and not slot.nbytes:
-                payloads.append(slot)  # empty, as most shards are if workers outnumber tiles
+                payloads.append(slot)  # most shards are empty if there are fewer tiles than workers
                 continue
             there = ctx
             if slot is not None:
@@ -750,24 +746,24 @@ class Exchange:
         return self._settled(name, payloads, slots) if settle else payloads
 
     def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
-        """Return where payloads of these layouts belong in a buffer, one after the other.
+        """Return payloads of these layouts as consecutive views of the buffer of this name.
 
-        None for all of them if one has no declared layout, as the places then depend on the data;
-        None for one whose parts would not be aligned.
+        All are None if one has no declared layout, because positions then depend on the data; one
+        is None if its parts would not be aligned.
         """
-        known = [layout for layout in layouts if layout is not None]
-        if len(known) < len(layouts):
+        declared = [layout for layout in layouts if layout is not None]
+        if len(declared) < len(layouts):
             return [None] * len(layouts)
-        places = self.buffers.row(name, [*map(layout_bytes, known)])
+        places = self.buffers.row(name, [*map(layout_bytes, declared)])
         return [
             Payload.over(place, layout) if aligned(place, layout) else None
-            for place, layout in zip(places, known, strict=True)
+            for place, layout in zip(places, declared, strict=True)
         ]
 
     def _settled(
         self, name: Hashable, payloads: Sequence[Payload], slots: Sequence[Payload | None]
     ) -> list[Payload]:
-        """Return the payloads with their bytes in the buffer of this name."""
+        """Put the bytes of the payloads in the buffer of this name; return the payloads."""
         places = self.buffers.row(name, [payload.nbytes for payload in payloads])
         settled = []
         for payload, slot, place in zip(payloads, slots, places, strict=True):
@@ -779,10 +775,7 @@ class Exchange:
     def _decoded(
         self, lane: Lane, payloads: Sequence[Payload], contexts: Sequence[Context]
     ) -> Tensor:
-        """Return the decoding of a worker's payloads, in a buffer of this thread.
-
-        The buffer is overwritten by the thread's next call.
-        """
+        """Decode a worker's payloads to a buffer of this thread, valid until its next call."""
         sizes = [ctx.segments.numel for ctx in contexts]
         decoded = self.buffers.floats(("decoded", threading.get_ident()), sum(sizes))
         places = torch.split(decoded, sizes)
@@ -846,7 +839,7 @@ class Exchange:
     def _to_owners(
         self, number: int, whole: Piece, xs: Sequence[Tensor], prepared: Sequence[Any]
     ) -> tuple[list[Piece], list[list[Payload]]]:
-        """Hand each shard to its owner; return the shards, and what each local owner got."""
+        """Send each shard to its owner; return the shards, and each local owner's payloads."""
         lane = self.lanes[number]
         method, bounds = lane.compressor, lane.bounds(self.world.size)
         shards = [whole.shard(*edges) for edges in pairwise(bounds)]
@@ -860,12 +853,12 @@ class Exchange:
             return shards, self._scatter(number, sent, layouts)
 
     def _owned(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Tensor:
-        """Return the mean of local worker i's shard, float32, in the exchange's own buffer."""
+        """Return the mean of local worker i's shard, float32, in a buffer of the exchange."""
         out = self.buffers.floats((number, "owned", i), shard.segments.numel)
         return codec.mean(self.lanes[number].compressor, payloads, shard.ctx._replace(out=out))
 
     def _merge(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Payload:
-        """Return local worker i's merged shard, its bytes in the worker's second send buffer."""
+        """Return local worker i's merged shard, stored in the worker's second send buffer."""
         world, lane, name = self.world, self.lanes[number], (number, "merged", i)
         method, state = lane.compressor, self.workers[i][number]
         ctx = shard.of(world.ranks[i], purposes.MERGE)
@@ -898,21 +891,24 @@ class Exchange:
         ctx: Context,
         out: Tensor,
     ) -> None:
-        """Exchange by all-reduce in rounds; memories are told that the approximation was sent."""
+        """Exchange by all-reduce in rounds; memories receive the approximation as what was sent."""
         world, lane, joint = self.world, self.lanes[number], self.joint[number]
         if "state" not in joint:
             joint["state"] = method.initial_state(ctx).to(world.device)
         layout = codec.layout(method, lane.segments)
         if not layout:
-            raise UsageError(f"{method.name}: a method in rounds declares a layout: a part a round")
+            raise UsageError(
+                f"{method.name}: a method in rounds must declare a layout, one part per round"
+            )
         rounds = [method.in_rounds(x, joint["state"], ctx._replace(out=out)) for x in xs]
 
         def summand(i: int, turn: int) -> Tensor:
             try:
                 return rounds[i].send(means[-1]) if turn else next(rounds[i])
             except StopIteration:
-                said = f"{method.name}: fewer rounds than the {len(layout)} of its layout"
-                raise UsageError(said) from None
+                raise UsageError(
+                    f"{method.name}: fewer rounds than the {len(layout)} of its layout"
+                ) from None
 
         def received(turn: int) -> Tensor:
             """Return the mean over all workers of the summands of round `turn`."""
@@ -923,7 +919,7 @@ class Exchange:
 
         means: list[Tensor] = []
         for turn in range(len(layout)):
-            means.append(received(turn))  # noqa: PERF401 - `received` looks at those before
+            means.append(received(turn))  # noqa: PERF401 - `received` reads the earlier means
         with self.clock.phase("decode"):
             try:
                 rounds[0].send(means[-1])
@@ -953,7 +949,7 @@ class Exchange:
         *,
         aggregated: bool = False,
     ) -> list[Payload]:
-        """All-gather one payload a worker; `declared[r]` is rank r's layout, None if unknown."""
+        """All-gather one payload per worker; `declared[r]` is rank r's layout, None if unknown."""
         world = self.world
         layouts = [layout for layout in declared if layout is not None]
         if len(layouts) < world.size:
@@ -962,12 +958,12 @@ class Exchange:
             gathered = world.all_gather(headers, sizes, aggregated=aggregated)
             layouts = [_layout(payloads[0], header) for header in gathered]
         sizes = [*map(layout_bytes, layouts)]
-        own = [
+        contributions = [
             self.buffers.bytes((number, what, i), payload.nbytes)
             for i, payload in enumerate(payloads)
         ]
         room = self._room((number, what, "gathered"), sum(sizes))
-        received = world.all_gather(own, sizes, aggregated=aggregated, out=room)
+        received = world.all_gather(contributions, sizes, aggregated=aggregated, out=room)
         return [*map(Payload.over, received, layouts, counts)]
 
     def _room(self, name: Hashable, size: int) -> Tensor | None:
@@ -980,7 +976,7 @@ class Exchange:
         sent: Sequence[Sequence[Payload]],
         declared: Sequence[Layout | None],
     ) -> list[list[Payload]]:
-        """Hand shard r of each local worker to rank r; return each local owner's, by sender."""
+        """Send shard r of each local worker to rank r; return each local owner's, by sender."""
         world = self.world
         layouts: list[list[Layout]] = []
         for rank in world.ranks:
@@ -993,12 +989,12 @@ class Exchange:
             gathered = world.all_to_all(headers, [width] * len(sent), [width] * len(sent))
             layouts = [[_layout(sent[0][0], header) for header in row] for row in gathered]
         splits = [[shard.nbytes for shard in row] for row in sent]
-        own = [
+        contributions = [
             self.buffers.bytes((number, "sent", i), sum(split)) for i, split in enumerate(splits)
         ]
         sizes = [[*map(layout_bytes, row)] for row in layouts]
         room = self._room((number, "received"), sum(sizes[0]))
-        received = world.all_to_all(own, splits, sizes, out=room)
+        received = world.all_to_all(contributions, splits, sizes, out=room)
         return [
             [*map(Payload.over, row, row_layouts)]
             for row, row_layouts in zip(received, layouts, strict=True)
@@ -1006,45 +1002,46 @@ class Exchange:
 
 
 def by_lane(saved: Mapping[str, Any], lanes: int) -> tuple[list[State], list[State]]:
-    """Return the tensors of a worker, and the joint ones, of each lane of a saved state.
+    """Return the worker's tensors and the joint tensors, per lane, of a saved state.
 
     Raises:
-        UsageError: one has a name that no lane has.
+        UsageError: a tensor's name is malformed or refers to a lane that does not exist.
     """
-    found: dict[str, list[State]] = {
+    result: dict[str, list[State]] = {
         kind: [{} for _ in range(lanes)] for kind in ("memory", "joint")
     }
     tensors = saved.get("tensors", {})
     if not isinstance(tensors, Mapping):
-        raise sealed.malformed(f"tensors={tensors!r:.40}: a mapping by name is expected")
+        raise sealed.malformed(f"tensors={tensors!r:.40}: expected a mapping by name")
     for key, value in tensors.items():
         kind, _, rest = str(key).partition(" ")
         number, _, name = rest.partition(" ")
-        if kind not in found or not number.isdecimal() or int(number) >= lanes:
-            raise sealed.malformed(f"a tensor has the name {key!r}, which no lane has")
-        found[kind][int(number)][name] = value
-    return found["memory"], found["joint"]
+        if kind not in result or not number.isdecimal() or int(number) >= lanes:
+            raise sealed.malformed(f"unknown tensor {key!r}: expected e.g. 'memory 0 residual'")
+        result[kind][int(number)][name] = value
+    return result["memory"], result["joint"]
 
 
-def _checked(where: str, given: Any, must: set[str], may: Mapping[str, Sequence[int]]) -> State:
-    """Return the tensors of a lane by name: all of `must`, and of `may` with these shapes.
+def _checked(where: str, tensors: Any, must: set[str], may: Mapping[str, Sequence[int]]) -> State:
+    """Check the tensors of a lane: all of `must` are there, and no others than `may`, by shape.
 
     Raises:
         UsageError: one is missing, unknown, or malformed.
     """
-    if not must <= {*given} <= {*may}:
-        raise sealed.malformed(f"{where} has {sorted(given)}: {sorted(must)} are expected")
+    if not must <= {*tensors} <= {*may}:
+        raise sealed.malformed(f"{where} has {sorted(tensors)}: expected {sorted(must)}")
     return {
-        name: sealed.floats(f"{name} of {where}", value, may[name]) for name, value in given.items()
+        name: sealed.floats(f"{name} of {where}", value, may[name])
+        for name, value in tensors.items()
     }
 
 
 def _header(payload: Payload, device: torch.device) -> Tensor:
-    """Return the header of a payload without declared layout: the size of each part, int64."""
+    """Return the header of a payload without a declared layout: the size of each part, int64."""
     return torch.tensor([numel for _, numel in payload.layout], device=device)
 
 
-def _layout(own: Payload, header: Tensor) -> Layout:
-    """Return another worker's layout: the dtypes of our own, with the sizes in its header."""
+def _layout(local: Payload, header: Tensor) -> Layout:
+    """Return another worker's layout: the local dtypes with the sizes of its header."""
     sizes = header.tolist()
-    return tuple((dtype, size) for (dtype, _), size in zip(own.layout, sizes, strict=True))
+    return tuple((dtype, size) for (dtype, _), size in zip(local.layout, sizes, strict=True))

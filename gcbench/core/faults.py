@@ -1,7 +1,7 @@
-"""When faults that kernels find on a device are read: after each kernel, or once for several.
+"""When the host reads the error flags of GPU kernels: after each kernel, or once for several.
 
-A kernel on a GPU cannot raise. It records a fault in a flag on the device, and the host has to wait
-for the device to read it. Inside `together` the flags of all kernels are read once, at the end.
+A kernel cannot raise. It sets a flag in device memory, and reading the flag synchronizes the
+device. Inside `together` the flags of all kernels are read once, at the end.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class _Waiting(threading.local):
 
 
 _waiting = _Waiting()
-"""The checks that this thread runs when `together` ends; None outside of it."""
+"""The checks that this thread runs at the end of `together`; None outside it."""
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Check for faults of this thread's kernels at the end of a with statement, not after each.
+    """Defer the checks of this thread's kernels to the end of a with block.
 
-    The host then waits for the device once. The output of a kernel that found a fault is undefined.
+    The host then waits for the device once. The output of a kernel that set its flag is undefined.
 
     Raises:
-        PayloadError: a payload is corrupt; if several are, the one that was read first.
+        PayloadError: a payload is corrupt; if several are, the first one.
     """
     if _waiting.checks is not None:
         yield
@@ -41,7 +41,7 @@ def together() -> Iterator[None]:
 
 
 def look(check: Callable[[], None]) -> None:
-    """Call `check`, which raises if a kernel found a fault: now, or when `together` ends."""
+    """Call `check`, which raises if a kernel set its error flag: now, or when `together` ends."""
     if _waiting.checks is None:
         check()
     else:

@@ -175,10 +175,10 @@ def check_capture(path: Path) -> None:
 def _check_file(path: Path, expected: str, remedy: str = REMEDY) -> None:
     """Compare a file with its digest; a missing one is left to whatever needs it."""
     try:
-        found = hash_file(path)
+        digest = hash_file(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise GcbenchError(f"{path} cannot be read ({error}). {remedy}") from error
-    if found != expected:
+    if digest != expected:
         raise GcbenchError(f"{path} does not match its digest: it was damaged or edited. {remedy}")

@@ -1,13 +1,13 @@
-"""Memories: what is carried from step to step, such as error feedback or momentum.
+"""Memories: state carried from step to step, such as error feedback or momentum.
 
-A memory turns the gradient g of a worker into the tensor that is compressed, and receives what was
-sent: the decoding of the worker's own payload. It may also turn the mean of what was sent into what
-is applied (a running average, the estimate of EF21). Its buffers are float32 tensors of the
-gradient's shape, in gradient units; the engine owns them.
+A memory computes the tensor to compress from a worker's gradient, and then receives the decoded
+form of the payload that was sent. It may also transform the mean of what was sent before it is
+applied (a running average, the estimate of EF21). Its buffers are float32 tensors of the gradient's
+shape, in gradient units; the engine owns them.
 
-The built-in memories are the files of compressors/memories. Another one is a frozen dataclass
-derived from `Memory`, in a file of its own, beside a method, or registered under the entry-point
-group `gcbench.memories`.
+The built-in memories are the files of compressors/memories. To add one, derive a frozen dataclass
+from `Memory`: in a separate file, next to a method, or registered under the entry-point group
+`gcbench.memories`.
 """
 
 from __future__ import annotations
@@ -28,42 +28,39 @@ from gcbench.core.payload import State
 
 @dataclass(frozen=True)
 class Memory:
-    """A rule for what is carried from step to step; `--memory-set name=value` sets its fields."""
+    """State carried from step to step, and its updates; `--memory-set name=value` sets a field."""
 
     buffers: ClassVar[tuple[str, ...]] = ()
     """Names of the buffers of each worker."""
     residuals: ClassVar[tuple[str, ...]] = ()
-    """The buffers that hold updates still to be applied: they follow the learning rate."""
+    """Buffers of updates not applied yet; they are rescaled with the learning rate."""
     joint: ClassVar[tuple[str, ...]] = ()
-    """Names of the buffers that `apply` keeps: every worker computes the same values for them."""
+    """Names of the buffers of `apply`, whose values are equal on all workers."""
     contracting: ClassVar[bool] = False
-    """Whether the memory converges only for a code that contracts, though it has no residuals."""
+    """Whether the memory needs a contractive code though it has no residuals."""
     has_momentum: ClassVar[bool] = False
-    """Whether the memory applies the momentum, so that the optimizer must add none."""
+    """Whether the memory applies momentum, so that the optimizer must not."""
 
     @property
     def lossy(self) -> bool:
-        """Whether part of the error is dropped on purpose.
-
-        Applied means and residuals then do not add up to the gradients.
-        """
+        """Whether part of the error is dropped: means and residuals do not sum to the gradients."""
         return False
 
     @property
     def feedback(self) -> bool:
-        """Whether `keep` is called with what was sent; by default if there are residuals."""
+        """Whether `keep` is called with the decoded payload; by default if there are residuals."""
         return bool(self.residuals)
 
     @property
     def carries(self) -> bool:
-        """Whether the memory offers something else than the gradient."""
+        """Whether `offer` returns something other than the gradient."""
         return type(self).offer is not Memory.offer
 
     @property
     def fusible(self) -> bool:
-        """Whether `Compressor.encode_feedback` on the buffer "residual" does all of its work.
+        """Whether `Compressor.encode_feedback` with the buffer "residual" is equivalent to it.
 
-        The engine then calls that in place of `offer`, `encode` and `keep`, if a method has it.
+        If a method has it, the engine calls it instead of `offer`, `encode` and `keep`.
         """
         return False
 
@@ -71,64 +68,63 @@ class Memory:
     def masks(self) -> bool:
         """Whether `keep` clears a buffer wherever `sent` is not 0.
 
-        Such a memory needs a sparse code (see `check_masking`). In steps in which the code is
-        exact, `dense()` is used instead.
+        Such a memory needs a sparse code (see `check_masking`); with an exact code, `dense()`
+        replaces it.
         """
         return False
 
     @property
     def owner(self) -> bool:
-        """Whether the owner of a shard keeps the error of encoding the mean (two-shot exchange)."""
+        """Whether a shard's owner keeps the error of encoding the mean (two-shot exchange)."""
         return self.feedback
 
     @property
     def owner_decay(self) -> float:
-        """Share of an owner's residual that is offered again, with the next mean of its shard."""
+        """Factor of an owner's residual when it is added to the next mean of its shard."""
         return 1.0
 
     def state(self, like: Tensor) -> State:
-        """Return the buffers before the first step, by name: zeros with the shape of `like`."""
+        """Return the initial buffers, by name: zeros with the shape of `like`."""
         return {name: torch.zeros_like(like) for name in self.buffers}
 
     def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
         """Return the tensor to compress, float32, (n,), and update the buffers in `ctx.state`.
 
-        `gradient`, shape (n,), must not be changed. The result may be one of the buffers; the
-        engine does not write to it. `ctx.joint` is not to be changed here.
+        Do not modify `gradient`, shape (n,), or `ctx.joint`. The result may be one of the buffers;
+        the engine does not write to it.
         """
         return gradient
 
     def keep(self, offered: Tensor, sent: Tensor, ctx: Context) -> None:
-        """Update `ctx.state`, given what `offer` returned and `sent`, the decoding of its payload.
+        """Update `ctx.state`, given the result of `offer` and `sent`, its decoded payload.
 
-        Called if `feedback` is true. `sent` is a buffer of the engine, which reuses it after the
-        call.
+        Called if `feedback` is true. `sent` is a buffer that the engine reuses after the call.
         """
 
     def apply(self, mean: Tensor, ctx: Context) -> Tensor:
         """Return the gradient that all workers apply, shape (n,), given the mean of what they sent.
 
-        `ctx.joint`: the buffers that the class attribute `joint` names, zeros before the first
-        step. The result may be one of them, or `mean`, which may be changed in place.
+        `ctx.joint` has the buffers named by the class attribute `joint`, initially zeros. `mean`
+        may be modified in place. The result may be `mean` or one of the buffers.
         """
         return mean
 
     def dense(self) -> Memory:
-        """Return the memory for exact communication: of tensors kept dense, and of dense steps."""
+        """Return the memory for exact communication: tensors kept dense, and fp32 steps."""
         return Memory()
 
     def rescale(self, state: State, factor: float) -> None:
         """Multiply the residuals by `factor` = old / new learning rate.
 
-        A residual e, in gradient units, stands for the update eta * e, which is what Karimireddy et
-        al. 2019 carry. When eta changes, e is rescaled so that the update stays the same.
+        A residual e, in gradient units, represents the update eta * e, which Karimireddy et al.
+        2019 carry. When eta changes, e is rescaled so that the update stays the same.
         """
         for name in self.residuals:
             state[name].mul_(factor)
 
 
 FORCED = "forced-residual"
-"""The name by which a user asks for error feedback around a code that does not contract."""
+"""The name that requests error feedback with a code that is not contractive."""
 
 
 def make(name: str, options: Mapping[str, Any]) -> Memory:
@@ -141,18 +137,18 @@ def of(method: Compressor, options: Mapping[str, Any] | None = None) -> Memory:
     chosen = {**method.memory_options, **(options or {})}
     if method.own_memory is None:
         return make(method.memory, chosen)
-    made: Memory = registry.make(f"memory of {method!r}", method.own_memory, chosen)
-    return made
+    memory: Memory = registry.make(f"memory of {method!r}", method.own_memory, chosen)
+    return memory
 
 
 def check_legal(name: str, method: Compressor) -> None:
-    """Refuse combinations of memory `name` and method that do not converge.
+    """Check that the combination of memory `name` and method can converge.
 
-    These are error feedback around a code that does not contract, and a memory with joint buffers
-    around a method that aggregates otherwise than by the mean.
+    Error feedback needs a contractive code, and a memory with joint buffers needs a method that
+    aggregates by the mean.
 
     Raises:
-        UsageError: the message says what would happen, and what to use instead.
+        UsageError: one of these does not hold; the message names an alternative.
     """
     if name == FORCED:
         return
@@ -163,42 +159,42 @@ def check_legal(name: str, method: Compressor) -> None:
         cls = registry.memory_class(name)
     if cls.joint and method.claims.aggregate != "mean":
         raise UsageError(
-            f"memory {name!r} adds up the means of what was sent, and what {method!r} applies is "
-            f"no such mean. Use --memory {method.memory}"
+            f"memory {name!r} accumulates the means of payloads, but {method!r} does not apply "
+            f"such a mean. Use --memory {method.memory}"
         )
     if (cls.residuals or cls.contracting) and not method.claims.contractive:
         raise UsageError(
-            f"memory {name!r} feeds the error of {method!r} back, but the method does not "
-            "contract: its error may exceed the gradient, and nothing bounds what is carried. "
-            f"Use --memory none, or ask for it by name: --memory {FORCED}"
+            f"memory {name!r} feeds the error of {method!r} back, but the method is not "
+            "contractive: its error may exceed the gradient, so residuals can grow without bound. "
+            f"Use --memory none, or force it with --memory {FORCED}"
         )
 
 
 def _round_trip(method: Compressor) -> tuple[Tensor, Tensor]:
-    """Return a matrix of irregular values, magnitudes from 1 to 2, and its decoding."""
+    """Return a matrix of irregular values, magnitudes from 1 to 2, and its decoded payload."""
     count = torch.arange(40 * 51, dtype=torch.float64).view(40, 51)
     signs = torch.where((count * math.sqrt(2)).frac() < 0.5, 1.0, -1.0)
     probe = (signs * (1 + (count * math.sqrt(3)).frac())).float()
     return probe, method.decompress(method.compress(probe))
 
 
-def for_method(made: Memory, method: Compressor) -> Memory:
-    """Return the memory to use with this method: without a mask if the method is exact."""
-    return made.dense() if made.masks and torch.equal(*_round_trip(method)) else made
+def for_method(memory: Memory, method: Compressor) -> Memory:
+    """Return the memory to use with this method: without masking if the method is exact."""
+    return memory.dense() if memory.masks and torch.equal(*_round_trip(method)) else memory
 
 
-def check_masking(name: str, made: Memory, method: Compressor) -> None:
-    """Refuse a memory that masks around a code that is neither sparse nor exact.
+def check_masking(name: str, memory: Memory, method: Compressor) -> None:
+    """Check that a memory that masks has a sparse or exact code.
 
     Raises:
-        UsageError: the message says what would happen, and what to use instead.
+        UsageError: it has not; the message names an alternative.
     """
-    if not made.masks:
+    if not memory.masks:
         return
     probe, arrived = _round_trip(method)
     if bool((arrived != 0).all()) and not torch.equal(probe, arrived):
         raise UsageError(
-            f"memory {name!r} clears its momentum where something was sent, and {method!r} sends "
-            "every element: no momentum would be left, and it would equal a plain residual. Use "
-            "--memory residual, or keep the momentum: --memory-set masking=false"
+            f"memory {name!r} clears its momentum wherever an element was sent, and {method!r} "
+            "sends every element, so no momentum would remain. Use --memory residual, or keep the "
+            "momentum with --memory-set masking=false"
         )

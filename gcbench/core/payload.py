@@ -17,56 +17,56 @@ from torch import Tensor
 from gcbench.core.errors import PayloadError, UsageError
 
 TILE = 1024
-"""Elements of a tile, the unit in which codes are packed and random numbers drawn; shards of a
-bucket start at multiples of it."""
+"""Elements per tile. Codes are packed and random numbers are drawn tile by tile, and shards of a
+bucket start at tile boundaries."""
 
 Layout = tuple[tuple[torch.dtype, int], ...]
 """The wire format of one payload: dtype and element count of each part, in order."""
 State = dict[str, Tensor]
-"""Buffers that are carried from step to step, by name."""
+"""Buffers carried from step to step, by name."""
 
 
 class Key(NamedTuple):
-    """The address of random numbers in a counter-based generator, which keeps no state.
+    """The address of random numbers in a counter-based, stateless generator.
 
-    A draw is a function of seed, step, rank, stream and the element's index in the bucket. So the
-    way a bucket is cut into shards, the backend and the number of processes change no bit.
+    A draw is a function of seed, step, rank, stream and the element's index in the bucket, so the
+    bits do not depend on shard boundaries, backend or number of processes.
     """
 
     seed: int
     step: int
     rank: int
     offset: int = 0
-    """Index in the bucket of the first element of the tensor that is drawn for."""
+    """Index in the bucket of the tensor's first element."""
     stream: int = 0
     """The purpose of the numbers: one of the constants of `gcbench.core.purposes`."""
 
     def words(self) -> tuple[tuple[int, int], int, int]:
-        """Return Philox's two 32-bit key words, and the two counter words that no index enters.
+        """Return Philox's two 32-bit key words, and its two counter words without an index.
 
-        The latter are the step, and the stream in 8 bits above the rank in 24.
+        The latter are the step, and the stream in the upper 8 bits with the rank in the lower 24.
 
         Raises:
             ValueError: step, rank or stream is out of range.
         """
         if not (0 <= self.step < 2**32 and 0 <= self.rank < 2**24 and 0 <= self.stream < 2**8):
             raise ValueError(
-                f"{self}: step below 2^32, rank below 2^24 and stream below 2^8 allowed"
+                f"{self}: expected step below 2^32, rank below 2^24 and stream below 2^8"
             )
         seed = self.seed & 0xFFFFFFFFFFFFFFFF
         return (seed & 0xFFFFFFFF, seed >> 32), self.step, self.stream << 24 | self.rank
 
 
 class Payload(NamedTuple):
-    """What one worker hands to a collective: packed, contiguous tensors."""
+    """One worker's contribution to a collective: packed, contiguous tensors."""
 
     parts: tuple[Tensor, ...]
-    count: int = 1  # type: ignore[assignment]  # the field hides tuple.count, which nobody needs
-    """The number of workers whose gradients are merged into it."""
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
+    """The number of workers whose gradients it contains."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts; this number is counted as sent."""
+        """Bytes of all parts, the number that traffic counts."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
     @property
@@ -75,23 +75,23 @@ class Payload(NamedTuple):
         return tuple((part.dtype, part.numel()) for part in self.parts)
 
     def to_bytes(self) -> Tensor:
-        """Return all parts as one uint8 tensor, shape (nbytes,), on their device."""
+        """Return all parts as one uint8 tensor, shape (nbytes,), on the same device."""
         views = [part.contiguous().view(-1).view(torch.uint8) for part in self.parts]
         return torch.cat(views) if len(views) != 1 else views[0]
 
     @classmethod
     def from_bytes(cls, data: Tensor, layout: Layout, count: int = 1) -> Payload:
-        """Cut a uint8 tensor into the parts of `layout`.
+        """Split a uint8 tensor into the parts of `layout`.
 
         Raises:
-            PayloadError: `data` is longer or shorter than the layout.
+            PayloadError: `data` is not uint8, or its length differs from that of the layout.
         """
         sizes = [numel * dtype.itemsize for dtype, numel in layout]
         if data.dtype != torch.uint8 or data.numel() != sum(sizes):
             raise PayloadError(
-                f"payload of {data.numel()} {data.dtype} elements: {sum(sizes)} bytes expected"
+                f"payload has {data.numel()} elements of {data.dtype}: expected {sum(sizes)} bytes"
             )
-        # A part may begin at any byte; a copy aligns it, as `view` refuses an unaligned one.
+        # A part may begin at any byte; `view` needs alignment, which a copy provides.
         parts = tuple(
             (piece.clone() if dtype.itemsize > 1 else piece).view(dtype)
             for piece, (dtype, _) in zip(torch.split(data, sizes), layout, strict=True)
@@ -100,18 +100,18 @@ class Payload(NamedTuple):
 
     @classmethod
     def over(cls, buffer: Tensor, layout: Layout, count: int = 1) -> Payload:
-        """Return the payload whose bytes are `buffer`, uint8, 1-D; its parts are views of it.
+        """Return the payload whose parts are views of `buffer`, uint8, 1-D.
 
-        Parts with the widest elements come first, so that all parts are aligned if the buffer is
-        (see `aligned`); a part that is not aligned is a copy.
+        Parts with the widest elements come first, so all parts are aligned if the buffer is (see
+        `aligned`). An unaligned part is copied.
 
         Raises:
-            PayloadError: the buffer is longer or shorter than the layout, or not uint8.
+            PayloadError: the buffer is not uint8, or its length differs from that of the layout.
         """
         if buffer.dtype != torch.uint8 or buffer.numel() != layout_bytes(layout):
             raise PayloadError(
-                f"payload of {buffer.numel()} {buffer.dtype} elements: "
-                f"{layout_bytes(layout)} bytes expected for {layout}"
+                f"payload has {buffer.numel()} elements of {buffer.dtype}: expected "
+                f"{layout_bytes(layout)} bytes for {layout}"
             )
         parts = [buffer] * len(layout)
         for i, start, stop in _places(layout):
@@ -128,7 +128,7 @@ class Payload(NamedTuple):
 
 
 def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """Yield each part's index, first byte and end in a buffer, in the order of the bytes."""
+    """Yield the index, first byte and end of each part, in the order of the bytes."""
     start = 0
     for i in sorted(range(len(layout)), key=lambda i: -layout[i][0].itemsize):
         dtype, numel = layout[i]
@@ -137,7 +137,7 @@ def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
 
 
 def aligned(buffer: Tensor, layout: Layout) -> bool:
-    """Return whether parts of this layout can be views of the uint8 tensor `buffer`."""
+    """Return whether all parts of this layout can be views of the uint8 tensor `buffer`."""
     widest = max((dtype.itemsize for dtype, _ in layout), default=1)
     return buffer.storage_offset() % widest == 0
 
@@ -148,22 +148,21 @@ def layout_bytes(layout: Layout) -> int:
 
 
 class Prepared(NamedTuple):
-    """What `Compressor.prepare` computes from one worker's gradient."""
+    """The result of `Compressor.prepare` for one worker's gradient."""
 
     statistic: Tensor
-    """What the workers agree on by its maximum, float32, first axis m; empty: nothing."""
-    kept: Any = None
-    """Intermediate results that the same worker's `encode` would otherwise compute again."""
+    """The statistic whose maximum the workers share, float32, first axis m; empty: none."""
+    cached: Any = None
+    """Intermediate results that the same worker's `encode` reuses."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How a flat tensor is cut into segments, the consecutive groups that have one scale each.
+    """The division of a flat tensor into segments, consecutive groups with one scale each.
 
-    `offsets` has one entry more than there are segments: segment i is `[offsets[i],
-    offsets[i + 1])`, and `offsets[-1]` is the length of the flat tensor. Segments may be empty.
-    `shapes` are the shapes of the tensors whose concatenation the flat tensor is; they need not
-    agree with the segments. A shard has no shapes: each of its segments then counts as a vector.
+    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. `offsets[-1]` is the length of the
+    flat tensor. `shapes` are the shapes of the tensors concatenated in the flat tensor; tensor and
+    segment boundaries may differ. A shard has no shapes: each of its segments counts as a vector.
     """
 
     offsets: tuple[int, ...]
@@ -175,24 +174,24 @@ class Segments:
         if any(map(operator.gt, self.offsets, self.offsets[1:])):  # fast: there may be millions
             raise ValueError("offsets must not decrease")
         if self.shapes and sum(map(math.prod, self.shapes)) != self.offsets[-1]:
-            raise ValueError(f"tensors of shapes {self.shapes} for {self.offsets[-1]} elements")
+            raise ValueError(f"shapes {self.shapes} do not have {self.offsets[-1]} elements in all")
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], granularity: str | int = "tensor") -> Segments:
         """Return the segments of the concatenation of tensors of the given `shapes`.
 
-        `granularity`: "tensor", one segment a tensor; "model", one in all; "column", one for each
-        index of a tensor's first axis (the incoming weights of one output unit, which are
-        contiguous), vectors and scalars being one column; or a number d, groups of d elements
-        inside each tensor, the last of which may be shorter.
+        `granularity`: "tensor", one segment per tensor; "model", one in all; "column", one per
+        index of a tensor's first axis (the contiguous incoming weights of one output unit), where
+        vectors and scalars are one column; or an integer d, groups of d elements inside each
+        tensor, the last of which may be shorter.
 
         Raises:
-            UsageError: `granularity` is none of these.
+            UsageError: another `granularity`.
         """
         sizes = [math.prod(shape) for shape in shapes]
-        kept = tuple(tuple(shape) for shape in shapes)
+        dims = tuple(tuple(shape) for shape in shapes)
         if granularity == "model":
-            return cls((0, sum(sizes)), kept)
+            return cls((0, sum(sizes)), dims)
         lengths: list[int] = []
         for shape, size in zip(shapes, sizes, strict=True):
             if granularity == "tensor":
@@ -203,8 +202,8 @@ class Segments:
                 width = granularity
             else:
                 raise UsageError(
-                    f"granularity {granularity!r}: allowed are 'tensor', 'column', 'model' or a "
-                    "group size of at least 1"
+                    f"granularity {granularity!r}: expected 'tensor', 'column', 'model' or a group "
+                    "size of at least 1"
                 )
             if width:
                 lengths += [width] * (size // width)
@@ -212,7 +211,7 @@ class Segments:
                     lengths.append(size % width)
             else:
                 lengths.append(0)
-        return cls(tuple(itertools.accumulate(lengths, initial=0)), kept)
+        return cls(tuple(itertools.accumulate(lengths, initial=0)), dims)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -229,7 +228,7 @@ class Segments:
 
     @cached_property
     def runs(self) -> tuple[tuple[slice, int, int], ...]:
-        """Runs of neighbouring segments of one length: (their slice, first element, length)."""
+        """Runs of adjacent segments of equal length: (slice of segments, first element, length)."""
         runs: list[tuple[slice, int, int]] = []
         for i, (start, length) in enumerate(zip(self.offsets, self.lengths, strict=False)):
             if runs and runs[-1][2] == length:
@@ -240,10 +239,10 @@ class Segments:
 
     @cached_property
     def table(self) -> Tensor:
-        """The table that kernels find segments by, int64, shape (2, m + 1), on the CPU.
+        """The segment table of kernels, int64, shape (2, m + 1), on the CPU.
 
-        Row 0 has the offsets. Row 1 has the number of tiles before each segment, and in all, if
-        every segment is cut into tiles of 1024 elements from its own beginning.
+        Row 0 has the offsets. Row 1 has the number of tiles before each segment, then their total,
+        where each segment is cut into tiles of 1024 elements from its first element.
         """
         tiles = itertools.accumulate((-(-n // TILE) for n in self.lengths), initial=0)
         return torch.tensor([self.offsets, tuple(tiles)])
@@ -262,11 +261,11 @@ class Segments:
             yield which, x[start : start + count * length].view(count, length)
 
     def shard(self, start: int, stop: int) -> tuple[Segments, range]:
-        """Return the segments of the shard `[start, stop)`, and their indices among these segments.
+        """Return the segments of the shard `[start, stop)`, and their indices in these segments.
 
-        Of a segment that the shard cuts, the part inside is a segment of the shard. The range of
-        indices selects the shard's scales from those of the whole. The same shard gives the same
-        object, so that its cached properties are computed once.
+        If the shard cuts a segment, the part inside becomes a segment of the shard. The range of
+        indices selects the shard's scales from all scales. Equal arguments return the same object,
+        so its cached properties are computed once.
         """
         key = start, stop
         if key not in self._shards:
@@ -279,12 +278,12 @@ class Segments:
 
     @cached_property
     def layouts(self) -> dict[tuple[int, int], tuple[Any, Layout | None]]:
-        """Layouts of payloads of these segments, which `gcbench.core.codec` computes once."""
+        """Cache of payload layouts for `gcbench.core.codec`."""
         return {}
 
     def _cut(self, start: int, stop: int) -> tuple[Segments, range]:
         if not 0 <= start <= stop <= self.numel:
-            raise ValueError(f"shard [{start}, {stop}) of {self.numel} elements")
+            raise ValueError(f"shard [{start}, {stop}) is not within {self.numel} elements")
         if (start, stop) == (0, self.numel):
             return self, range(len(self))
         first = bisect_right(self.offsets, start, lo=1) - 1
@@ -296,36 +295,35 @@ class Segments:
 
 
 NOTHING = torch.empty(0)
-"""What the workers agreed on if the method has no statistic."""
+"""`Context.shared` of a method without a statistic."""
 
 
 class Context(NamedTuple):
-    """What every function of a method receives besides the tensors it works on.
+    """The second argument of every function of a method, such as `encode(x, ctx)`.
 
-    `encode(x, ctx)`, `decode(payload, ctx)`, `mean(payloads, ctx)` and all the others take one. It
-    cannot be changed; `ctx._replace(key=...)` returns a changed copy.
+    It is immutable; `ctx._replace(key=...)` returns a modified copy.
     """
 
     segments: Segments
-    """How the flat tensor of n elements is cut into segments."""
+    """The division of the flat tensor of n elements into segments."""
     shared: Tensor = NOTHING
-    """What the workers agreed on: the maximum of their statistics, or what all drew; or empty."""
+    """The value that all workers share: the maximum of their statistics, or a common draw."""
     key: Key = Key(0, 0, 0)
-    """The address of random numbers: those of this worker, or of the owner that merges."""
+    """The address of the random numbers of this worker, or of the owner that merges."""
     workers: int = 1
     """The world size."""
     lr: float = 1.0
     """The learning rate that the mean will be applied with."""
     prepared: Any = None
-    """What `prepare` kept for `encode`, with the same x and segments; None: compute it again."""
+    """`Prepared.cached` for the same x and segments; None: `encode` computes it."""
     layout: Layout | None = None
     """The declared layout of one worker's payload; None: sizes depend on the data."""
     parts: tuple[Tensor, ...] | None = None
-    """Where `encode` and `merge` may write the parts of the payload; None: return new tensors."""
+    """Buffers for the results of `encode` and `merge`; None: return new tensors."""
     out: Tensor | None = None
-    """Where `decode` and `mean` may write, float32, shape (n,); None: return a new tensor."""
+    """Buffer for the result of `decode` and `mean`, float32, shape (n,); None: return a new one."""
     state: State = {}  # noqa: RUF012 - only the engine makes contexts with buffers
-    """The worker's buffers of the memory, by name."""
+    """The memory's buffers of this worker, by name."""
     joint: State = {}  # noqa: RUF012
     """The buffers of memory and update rule that are equal on all workers, by name."""
 
@@ -340,16 +338,16 @@ class Context(NamedTuple):
         return self.key.step
 
     def part(self, number: int) -> Tensor | None:
-        """Return where to write part `number` of the payload; None: return a new tensor."""
+        """Return the buffer for part `number` of the payload; None: return a new tensor."""
         return None if self.parts is None else self.parts[number]
 
 
 def check_finite(values: Tensor) -> Tensor:
-    """Return `values` of a payload, float of any shape, if all are finite.
+    """Return `values` of a payload, float of any shape, unchanged if all are finite.
 
     Raises:
         PayloadError: one is NaN or infinite, which no encoder sends.
     """
     if not math.isfinite(float(values.sum())) and not values.isfinite().all():
-        raise PayloadError("a payload's values are not finite")
+        raise PayloadError("a payload contains values that are not finite")
     return values

@@ -1,4 +1,4 @@
-"""Purposes of random numbers, the values of `Key.stream`: no two purposes share a draw."""
+"""Purposes of random numbers, the values of `Key.stream`; different purposes never share a draw."""
 
 ENCODE = 0
 MERGE = 1

@@ -1,8 +1,8 @@
-"""Plug-ins by name: the files of compressors/ and tasks/ first, then those of installed packages.
+"""Plug-ins by name: files of compressors/ and tasks/, installed packages, and users' files.
 
 A package registers a class under the entry-point group `gcbench.compressors`, `gcbench.memories`,
-`gcbench.tasks` or `gcbench.sinks`; a user names a file, such as ./mine.py, in the place of a
-compressor or a memory. A plug-in is imported when its name is asked for.
+`gcbench.tasks` or `gcbench.sinks`. A user gives a file, such as ./mine.py, instead of the name of a
+compressor or memory. A plug-in is imported on first use.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered name: where it comes from, and how to load its class."""
+    """A registered name: its source, and how to load its class."""
 
     name: str
     source: str
-    """"built-in", or the distribution that registered it."""
+    """"built-in", the distribution that registered it, or "file" and a path."""
     load: Callable[[], type[Any]]
     version: str = ""
-    """The distribution's version; empty for what is built in."""
+    """The distribution's version; otherwise empty."""
 
 
 def _builtin(package: str, base: type, name: str) -> type[Any]:
@@ -54,8 +54,8 @@ def _builtin(package: str, base: type, name: str) -> type[Any]:
 
 
 def _only(module: ModuleType, base: type, file: str) -> type[Any]:
-    """Return the one subclass of `base` that a module defines; GcbenchError if there is not one."""
-    found = [
+    """Return the only subclass of `base` that a module defines; GcbenchError if it is not one."""
+    classes = [
         value
         for value in vars(module).values()
         if inspect.isclass(value)
@@ -63,12 +63,12 @@ def _only(module: ModuleType, base: type, file: str) -> type[Any]:
         and value.__module__ == module.__name__
         and not inspect.isabstract(value)
     ]
-    if len(found) != 1:
+    if len(classes) != 1:
         raise GcbenchError(
-            f"{file} defines {len(found)} {base.__name__} classes: exactly one is "
-            "allowed (files that define none start with an underscore)"
+            f"{file} defines {len(classes)} {base.__name__} classes: expected exactly one (start "
+            "the name of a file that defines none with an underscore)"
         )
-    return found[0]
+    return classes[0]
 
 
 def _third_party(point: EntryPoint, base: type) -> type[Any]:
@@ -77,11 +77,11 @@ def _third_party(point: EntryPoint, base: type) -> type[Any]:
         loaded = point.load()
     except (Exception, SystemExit) as error:
         raise GcbenchError(
-            f"{point.name!r} of the package {source} does not load ({point.value}): {error!r}"
+            f"{point.name!r} of the package {source} cannot be loaded ({point.value}): {error!r}"
         ) from error
     if not (inspect.isclass(loaded) and issubclass(loaded, base)):
         raise GcbenchError(
-            f"{point.name!r} of the package {source}: {point.value} is no subclass of "
+            f"{point.name!r} of the package {source}: {point.value} is not a subclass of "
             f"gcbench's {base.__name__}"
         )
     return loaded
@@ -103,8 +103,8 @@ def _files(group: str, base: type) -> dict[str, Entry]:
 def with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> dict[str, Entry]:
     """Return the built-in entries and those of installed packages, by name.
 
-    `group`: the entry-point group, each entry of which names a subclass of `base`. An entry whose
-    name is taken, or cannot be part of a folder's name, is left out with a warning.
+    `group`: the entry-point group, whose entries are subclasses of `base`. An entry whose name is
+    taken, or cannot be part of a folder's name, is skipped with a warning.
     """
     entries = dict(builtin)
     for point in entry_points(group=group):
@@ -112,8 +112,8 @@ def with_third_parties(group: str, base: type, builtin: dict[str, Entry]) -> dic
         ignored = ""
         if point.name in entries:
             ignored = f"the name is taken by {entries[point.name].source}"
-        elif not re.fullmatch(r"\w[\w-]*", point.name):  # it becomes part of a folder's name
-            ignored = "letters, digits, _ and - are allowed in a name"
+        elif not re.fullmatch(r"\w[\w-]*", point.name):
+            ignored = "a name may contain letters, digits, _ and -"
         if ignored:
             warnings.warn(
                 f"{point.name!r} of the package {source} is ignored: {ignored}", stacklevel=2
@@ -131,14 +131,14 @@ def compressors() -> dict[str, Entry]:
     from gcbench.core.compressor import Compressor
 
     group = "gcbench.compressors"
-    found = with_third_parties(group, Compressor, _files(group, Compressor))
-    return found | _users_files("compressor", Compressor)
+    entries = with_third_parties(group, Compressor, _files(group, Compressor))
+    return entries | _users_files("compressor", Compressor)
 
 
 FILES = "GCBENCH_FILES"
 MEMORY_FILES = "GCBENCH_MEMORY_FILES"
-"""Environment variables with the files that `add_file` registered as compressors and as memories:
-processes of a run inherit them."""
+"""Environment variables with the files that `add_file` registered as compressors and memories.
+A run's worker processes inherit them."""
 VARIABLES = {"compressor": FILES, "memory": MEMORY_FILES}
 
 
@@ -155,10 +155,10 @@ def _users_files(kind: str, base: type) -> dict[str, Entry]:
 
 
 class _UsersFile(SourceFileLoader):
-    """Executes a user's file, and keeps the bytes that it executed.
+    """Executes a user's file and stores the executed source.
 
-    Cached byte code is left aside: it is told from other code by the file's size and the second of
-    its last change, which an edit may leave as they are.
+    It ignores .pyc files: they are keyed by size and mtime in seconds, and a quick edit can change
+    neither.
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -175,16 +175,13 @@ def _module_name(name: str) -> str:
 
 
 def executed(module: ModuleType) -> bytes | None:
-    """Return the source that was executed to make the module of a user's file; None for others."""
+    """Return the executed source of a user's file; None for other modules."""
     loader = getattr(module, "__loader__", None)
     return loader.source if isinstance(loader, _UsersFile) else None
 
 
 def _from_file(name: str, path: str, base: type) -> type[Any]:
-    """Return the subclass of `base` that the user's file defines.
-
-    The file is imported once, and again after `add_file` found it changed.
-    """
+    """Return the subclass of `base` in a user's file, which is imported if it is new or edited."""
     module_name = _module_name(name)
     module = sys.modules.get(module_name)
     if module is None or module.__file__ != path:
@@ -200,54 +197,56 @@ def _from_file(name: str, path: str, base: type) -> type[Any]:
             loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise GcbenchError(f"{path} does not load: {error!r}") from error
+            raise GcbenchError(f"{path} cannot be loaded: {error!r}") from error
     return _only(module, base, path)
 
 
 def _forget_changed(name: str, path: str) -> None:
-    """Have a user's file imported anew if it has other bytes than those that were executed."""
+    """Unload the module of a user's file that was edited since it was executed."""
     module = sys.modules.get(_module_name(name))
     if module is not None and Path(path).is_file() and executed(module) != Path(path).read_bytes():
         del sys.modules[_module_name(name)]
 
 
-def add_file(word: str, kind: str = "compressor") -> str:
+def add_file(spec: str, kind: str = "compressor") -> str:
     """Register the plug-in of a Python file under the file's name, and return that name.
 
-    `kind`: "compressor" or "memory", the part of the file that is registered. A word that does not
-    end in .py is a name already, and is returned unchanged. In both cases a file that was edited
-    since it was imported is imported again. Objects that were made before keep their code.
+    `kind`: "compressor" or "memory", the class to register. A `spec` that does not end in .py is a
+    name and is returned unchanged. In both cases a file that was edited since it was imported is
+    imported again; existing objects keep their code.
 
     Raises:
-        UsageError: no such file, or the name is taken or has other characters than letters, digits,
-            _ and -.
+        UsageError: the file does not exist, or its name is taken or contains characters other than
+            letters, digits, _ and -.
     """
-    known, listed = _named_files(kind), compressors if kind == "compressor" else memories
-    if not word.endswith(".py"):
-        if word in known:
-            _forget_changed(word, known[word])
-        return word
-    path = Path(word).absolute()
+    registered, listed = _named_files(kind), compressors if kind == "compressor" else memories
+    if not spec.endswith(".py"):
+        if spec in registered:
+            _forget_changed(spec, registered[spec])
+        return spec
+    path = Path(spec).absolute()
     if not path.is_file():
-        raise UsageError(f"{word}: no such file; name the file of a {kind}, e.g. ./mine.py")
+        raise UsageError(f"{spec}: no such file; give the file of a {kind}, e.g. ./mine.py")
     name = path.stem
     taken = listed().get(name)
-    if known.get(name, "") != str(path) and taken is not None:
-        raise UsageError(f"{word}: the name {name!r} is taken by {taken.source}; rename the file")
+    if registered.get(name, "") != str(path) and taken is not None:
+        raise UsageError(f"{spec}: the name {name!r} is taken by {taken.source}; rename the file")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise UsageError(f"{word}: letters, digits, _ and - are allowed in the file's name")
-    if name not in known:
-        os.environ[VARIABLES[kind]] = os.pathsep.join([*known.values(), str(path)])
+        raise UsageError(
+            f"{spec}: the name of a file may contain letters, digits, _ and -; rename the file"
+        )
+    if name not in registered:
+        os.environ[VARIABLES[kind]] = os.pathsep.join([*registered.values(), str(path)])
         listed.cache_clear()
     _forget_changed(name, str(path))
     return name
 
 
-def word(name: str, kind: str = "compressor") -> str:
-    """Return what a user types for a compressor or memory: the path of its file, or its name.
+def spec(name: str, kind: str = "compressor") -> str:
+    """Return a compressor or memory as on the command line: the path of its file, or its name.
 
-    A file below the working directory is named from there, so that a row with this word can be
-    published, and serves in another copy of the folder.
+    A file below the working directory has a relative path, which is also valid in a copy of the
+    folder.
     """
     path = Path(_named_files(kind).get(name, name))
     return f"./{path.relative_to(Path.cwd())}" if path.is_relative_to(Path.cwd()) else str(path)
@@ -255,27 +254,27 @@ def word(name: str, kind: str = "compressor") -> str:
 
 @cache
 def memories() -> dict[str, Entry]:
-    """Return all registered memories by name; those beside a method have the method's name."""
+    """Return all registered memories by name, without those defined in a method's file."""
     from gcbench.core.memory import FORCED, Memory
 
     builtin = _files("gcbench.compressors.memories", Memory)
     builtin[FORCED] = replace(builtin["residual"], name=FORCED)
-    found = with_third_parties("gcbench.memories", Memory, builtin)
-    return found | _users_files("memory", Memory)
+    entries = with_third_parties("gcbench.memories", Memory, builtin)
+    return entries | _users_files("memory", Memory)
 
 
 def memory_entry(name: str) -> Entry:
-    """Return the entry of a memory: registered itself, or beside the method of this name.
+    """Return the entry of a memory: a registered one, or that in the file of the method `name`.
 
     Raises:
-        UsageError: neither a memory nor a method with a memory of its own has this name.
+        UsageError: neither exists.
     """
     if name in memories():
         return memories()[name]
     if name in compressors():
-        own = compressor_class(name).own_memory
-        if own is not None:
-            return replace(compressors()[name], load=partial(_same, own))
+        memory = compressor_class(name).own_memory
+        if memory is not None:
+            return replace(compressors()[name], load=partial(_same, memory))
     raise unknown("memory", name, memories())
 
 
@@ -289,12 +288,12 @@ def tasks() -> dict[str, Entry]:
 
 
 def origin(entry: Entry) -> dict[str, str] | None:
-    """Return where a third party's class comes from; None for what is built in.
+    """Return the origin of a third party's class; None for a built-in class.
 
     The keys are "distribution", "version", and "sha256", the hash of the names and bytes of the
-    package's Python files, or of a single module's; "" if there is no source file. For a file that
-    the user named, "distribution" is `file` and its name, without the folder: it may be moved; and
-    the bytes are those that were executed, whatever the file has become since.
+    package's Python files, or of a single module; "" without a source file. For a user's file,
+    "distribution" is `file` and its name without the folder, and the hashed bytes are those that
+    were executed.
     """
     if entry.source == "built-in":
         return None
@@ -303,30 +302,30 @@ def origin(entry: Entry) -> dict[str, str] | None:
     files = [(path, path.relative_to(top)) for top in folders for path in top.rglob("*.py")]
     if not folders and getattr(module, "__file__", None):
         files = [(Path(str(module.__file__)), Path(Path(str(module.__file__)).name))]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, name in sorted(files, key=lambda each: each[1]):
         source = executed(module)
         if source is None:
             source = path.read_bytes()
-        found.update(f"{name}\0".encode() + hashlib.sha256(source).digest())
+        digest.update(f"{name}\0".encode() + hashlib.sha256(source).digest())
     named = (_named_files() | _named_files("memory")).get(entry.name)
     return {
         "distribution": entry.source if named is None else f"file {Path(named).name}",
         "version": entry.version,
-        "sha256": found.hexdigest() if files else "",
+        "sha256": digest.hexdigest() if files else "",
     }
 
 
 def source_digest(name: str) -> str:
-    """Return the first hex digits of the SHA-256 of a compressor's source, "" if it has no file.
+    """Return the first 10 hex digits of the SHA-256 of a compressor's source, "" without a file.
 
-    That is the file of a built-in compressor, and what `origin` says of a third party's. Other code
-    that the class calls, or inherits from another package, is not in it.
+    It covers the file of a built-in compressor, and the sources of `origin` for a third party's,
+    but not code of other packages that the class calls or inherits.
     """
     entry = compressors()[name]
-    own = origin(entry)
-    if own is not None:
-        return own["sha256"][:10]
+    third_party = origin(entry)
+    if third_party is not None:
+        return third_party["sha256"][:10]
     file = sys.modules[entry.load().__module__].__file__
     return hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()[:10]
 
@@ -334,21 +333,21 @@ def source_digest(name: str) -> str:
 def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
     """Return the class registered as `name` among `entries`; UsageError for an unknown name.
 
-    `kind`: what the message calls it, such as "compressor".
+    `kind`: the kind of plug-in, such as "compressor", for errors.
 
     Raises:
-        GcbenchError: the class calls itself by another name, under which results would be stored.
+        GcbenchError: the class sets another `name`.
     """
     if name not in entries:
         raise unknown(kind, name, entries)
     cls = entries[name].load()
-    own = vars(cls).get("name")  # a subclass does not inherit its parent's
-    if own and own != name:
+    declared = vars(cls).get("name")  # a subclass does not inherit its parent's
+    if declared and declared != name:
         raise GcbenchError(
-            f"{kind} {name!r} ({entries[name].source}): its class {cls.__qualname__} calls itself "
-            f"{own!r}. Leave `name` out of the class, or register it as {own!r} alone"
+            f"{kind} {name!r} ({entries[name].source}): its class {cls.__qualname__} sets name = "
+            f"{declared!r}. Remove `name` from the class, or register it as {declared!r}"
         )
-    if not own:
+    if not declared:
         cls.name = name
     return cls
 
@@ -372,19 +371,19 @@ def task_class(name: str) -> type[Task]:
 
 
 def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields that a user may set, by name; empty for a class without a dataclass."""
+    """Return the fields that a user may set, by name; empty if the class is not a dataclass."""
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
 def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the values converted to their fields' types, strictly: 2 becomes 2.0, "no" is refused.
+    """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is not a number.
 
-    `what`: what the message calls the object.
+    `what`: the name of the object, for errors.
 
     Raises:
-        UsageError: a value does not fit its field's type.
+        UsageError: a value cannot be converted to its field's type.
     """
     from pydantic import TypeAdapter, ValidationError
     from pydantic.errors import PydanticUserError
@@ -394,30 +393,30 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
         try:
             hint = get_type_hints(cls)[name]
             if hint is str and type(value) is int:
-                value = str(value)  # a word that YAML took for a number: norm=2
+                value = str(value)  # YAML parsed a string as a number: norm=2
             typed[name] = TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
             problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
             raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None
         except (NameError, PydanticUserError):
-            continue  # pydantic does not know this third-party type: its constructor checks it
+            continue  # pydantic cannot convert this third-party type; the constructor checks it
     return typed
 
 
-def call(made: object) -> str:
-    """Return the expression that makes a plug-in's object, with all its fields."""
-    told = [f"{name}={getattr(made, name)!r}" for name in fields(type(made))]
-    return f"{type(made).__qualname__}({', '.join(told)})"
+def call(plugin: object) -> str:
+    """Return the constructor call of a plug-in's object, with all its fields."""
+    values = [f"{name}={getattr(plugin, name)!r}" for name in fields(type(plugin))]
+    return f"{type(plugin).__qualname__}({', '.join(values)})"
 
 
 def make(what: str, cls: type[T], options: dict[str, Any]) -> T:
-    """Return `cls(**options)` with the values in its fields' types; UsageError otherwise."""
-    known = fields(cls)
+    """Return `cls(**options)` with values converted to the fields' types; UsageError if invalid."""
+    choices = fields(cls)
     for option in options:
-        if option not in known:
-            if not known:
-                raise UsageError(f"{what} has no fields to set; {option!r} was given")
-            raise unknown(f"field of {what}:", option, known)
+        if option not in choices:
+            if not choices:
+                raise UsageError(f"{what} has no fields; remove {option!r}")
+            raise unknown(f"field of {what}:", option, choices)
     typed = _typed(what, cls, options)
     try:
         return cls(**typed)

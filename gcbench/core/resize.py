@@ -1,4 +1,4 @@
-"""States of an exchange for another number of workers."""
+"""Conversion of an exchange's state to another number of workers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gcbench.core.exchange import Exchange, by_lane
 def redistributed(
     saved: Sequence[Mapping[str, Any]], exchange: Exchange, residuals: Sequence[str]
 ) -> dict[str, Any]:
-    """Return a state for the only local worker of an exchange, from those of all workers before.
+    """Return a state for the only local worker of an exchange, from the states of all old workers.
 
-    The sum of the workers' residuals is kept: worker r takes those of the workers before whose
-    ranks leave r when divided by the new number, and 0 if there are none. Owners' residuals, which
-    belong to the mean, go with their elements to the new owners. As the mean divides by the number
-    of workers, what is carried reaches it scaled by the old number over the new.
+    The sum of the workers' residuals is preserved: of N new workers, worker r receives the
+    residuals of all old ranks that equal r modulo N, or 0. Owners' residuals, which belong to the
+    mean, move with their elements to the new owners. Since the mean divides by the number of
+    workers, workers' residuals reach it scaled by the old number over the new.
 
     Args:
-        saved: what `Exchange.state_dict` returned on each worker, by rank.
-        exchange: with the lanes of now.
-        residuals: names of the buffers that may be added up.
+        saved: the results of `Exchange.state_dict` on the old workers, by rank.
+        exchange: the exchange of the new workers.
+        residuals: names of the buffers that may be summed.
 
     Raises:
-        UsageError: a state is damaged, or a buffer is no residual and cannot be added up.
+        UsageError: a state is damaged, or a buffer is not a residual and cannot be summed.
     """
     rank, before, now = exchange.world.ranks[0], len(saved), exchange.world.size
     for each in saved:
@@ -37,23 +37,23 @@ def redistributed(
     lanes = [by_lane(each, len(exchange.lanes))[0] for each in saved]
     tensors = dict(saved[0].get("tensors", {}))
     for number, lane in enumerate(exchange.lanes):
-        own: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for name in lanes[0][number]:
             parts = [sealed.entry(each[number], name) for each in lanes]
             if name == "owner":
                 begin, end = lane.bounds(now)[rank : rank + 2]
-                own[name] = torch.cat(parts)[begin:end].clone()
+                buffers[name] = torch.cat(parts)[begin:end].clone()
             elif name in residuals:
-                own[name] = torch.zeros(lane.segments.numel)
+                buffers[name] = torch.zeros(lane.segments.numel)
                 for part in parts[rank::now]:
-                    own[name] += part
+                    buffers[name] += part
             else:
                 raise UsageError(
-                    f"the buffer {name!r} of {lane.memory!r} cannot be divided among another "
-                    f"number of ranks than {before}: only residuals can. Go on with {before} "
-                    "ranks, or register a hook without a state"
+                    f"the buffer {name!r} of {lane.memory!r}, saved with {before} ranks, cannot be "
+                    f"converted to {now} ranks: only residuals can. Resume with {before} ranks, or "
+                    "register a hook without a state"
                 )
-        tensors |= {f"memory {number} {name}": value for name, value in own.items()}
+        tensors |= {f"memory {number} {name}": value for name, value in buffers.items()}
     zeros = [0.0, 0.0, 0.0]
     counts = {
         name: saved[rank][name] if rank < before else zeros for name in ("traffic", "agreement")

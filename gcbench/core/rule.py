@@ -1,14 +1,13 @@
 """Update rules: what a method does with the decoded mean.
 
-By default the mean is the gradient that any optimizer applies. A method whose published form moves
-the parameters in another direction (the sign of the mean, Adam with a frozen second moment) has an
-update rule of its own, `Compressor.rule`. Every step moves the parameters by
+By default any optimizer applies the mean as a gradient. A method whose published form steps in
+another direction (the sign of the mean, Adam with a frozen second moment) defines its update rule,
+`Compressor.rule`. Each step is then
 
     theta <- theta - lr * (update(mean) + weight_decay * theta)
 
-which plain SGD does: the engine hands it the direction in place of the gradient. The buffers of a
-rule are equal on all workers, and belong to the exchange, which keeps them beside those of the
-memory and saves them in checkpoints.
+which plain SGD computes: the engine passes it the direction instead of the gradient. The buffers of
+a rule are equal on all workers. The exchange owns them and saves them in checkpoints.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class UpdateRule:
     """The default rule: the decoded mean is the gradient that the optimizer applies."""
 
     buffers: ClassVar[tuple[str, ...]] = ()
-    """Names of the buffers that `update` changes, in `ctx.joint`: zeros of the gradient's shape."""
+    """Names of the buffers in `ctx.joint` that `update` changes, initially zeros of shape (n,)."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Names of the memory's joint buffers that the rule reads."""
     needs_warm_up: ClassVar[bool] = False
-    """Whether the rule estimates something in the fp32 steps, so that there must be some."""
+    """Whether the rule estimates a quantity during fp32 steps, so that `start_step` must be > 0."""
 
     @property
     def plain(self) -> bool:
@@ -42,32 +41,32 @@ class UpdateRule:
         return type(self).update is UpdateRule.update
 
     def update(self, mean: Tensor, ctx: Context) -> Tensor:
-        """Return the direction of the step, float32, (n,), given the mean that the memory returned.
+        """Return the direction of the step, float32, (n,), for the mean that the memory returned.
 
-        The result may be `mean`, which may be changed in place, or one of the buffers in
-        `ctx.joint`. `ctx.step` counts from 0; `ctx.lr` is the learning rate of the step.
+        `mean` may be modified in place. The result may be `mean` or a buffer of `ctx.joint`.
+        `ctx.step` counts from 0; `ctx.lr` is the learning rate of the step.
         """
         return mean
 
     def dense(self) -> UpdateRule:
-        """Return the rule for exact communication: of tensors kept dense, and of fp32 steps."""
+        """Return the rule for exact communication: tensors kept dense, and fp32 steps."""
         return self
 
 
 def check_legal(rule: UpdateRule, memory: Memory, start_step: int, method: object) -> None:
-    """Refuse a memory or a number of fp32 steps with which an update rule cannot work.
+    """Check that an update rule works with this memory and number of fp32 steps.
 
     Raises:
-        UsageError: the message says what is missing.
+        UsageError: a buffer that the rule reads is missing, or it needs fp32 steps.
     """
     missing = [name for name in rule.reads if name not in memory.joint]
     if missing:
         raise UsageError(
-            f"the update rule of {method!r} reads {', '.join(missing)} of its own memory, and "
-            f"{memory!r} does not have it. Leave the memory out"
+            f"the update rule of {method!r} reads {', '.join(missing)} from the method's memory, "
+            f"which {memory!r} lacks. Remove --memory to use the method's memory"
         )
     if rule.needs_warm_up and not start_step:
         raise UsageError(
-            f"the update rule of {method!r} uses what the fp32 steps estimate, and start_step is "
-            "0. Give the number of fp32 steps: --start-step 100, or comm_hook(start_step=100)"
+            f"start_step=0: the update rule of {method!r} needs estimates from fp32 steps. Set "
+            "their number, e.g. --start-step 100, or comm_hook(start_step=100)"
         )

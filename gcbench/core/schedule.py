@@ -1,7 +1,7 @@
-"""Schedules of a compressor's fields: a field has one value, or values that change at given steps.
+"""Schedules of a compressor's fields: a constant, or values that change at given steps.
 
-A schedule is a mapping from the step at which a value begins to hold to the value: {0: 0.25,
-100: 0.01} is 0.25 at steps 0 to 99 and 0.01 from step 100 on.
+A schedule maps the first step of each value to the value: {0: 0.25, 100: 0.01} is 0.25 at steps 0
+to 99 and 0.01 from step 100 on.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ Options = Mapping[str, Any]
 
 
 STAGES = re.compile(r"\d+:[^/:]+(/\d+:[^/:]+)*")
-"""How the command line writes a schedule."""
+"""The syntax of a schedule on the command line."""
 
 
 def parsed(name: str, value: Any) -> Any:
-    """Return a schedule that came as a mapping or as text, 0:0.25/100:0.01; others as they are.
+    """Return a schedule given as a mapping or as text, 0:0.25/100:0.01; other values unchanged.
 
-    `name` is the field's, for the error.
+    `name`: the field's name, for errors.
 
     Raises:
-        UsageError: a step comes twice, is below 0, or no value holds at step 0.
+        UsageError: a step is repeated or negative, or there is no value for step 0.
     """
     if isinstance(value, str) and STAGES.fullmatch(value):
         parts = [part.partition(":") for part in value.split("/")]
         stages = {int(step): _literal(text) for step, _, text in parts}
         if len(stages) < len(parts):
-            raise UsageError(f"{name}={value!r}: a step comes twice; give each stage its own step")
+            raise UsageError(f"{name}={value!r}: a step is repeated; give each stage another step")
         value = stages
     return normalize(name, value)
 
 
 def _literal(text: str) -> Any:
-    """Return the number or constant that a text is, or the text."""
+    """Return the number or constant that a text denotes, or the text."""
     try:
         return ast.literal_eval(text.strip())
     except (SyntaxError, ValueError):
@@ -46,12 +46,12 @@ def _literal(text: str) -> Any:
 
 
 def normalize(name: str, value: Any) -> Any:
-    """Return a schedule with its steps as sorted integers; any other value as it is.
+    """Return a schedule with its steps as sorted integers; any other value unchanged.
 
-    The steps may come as strings, as in JSON. `name` is the field's, for the error.
+    Steps may be strings, as in JSON. `name`: the field's name, for errors.
 
     Raises:
-        UsageError: a step is no integer or below 0, or no value holds at step 0.
+        UsageError: a step is not an integer or negative, or there is no value for step 0.
     """
     if not isinstance(value, Mapping):
         return value
@@ -59,12 +59,12 @@ def normalize(name: str, value: Any) -> Any:
         stages = {int(step): item for step, item in value.items()}
     except (TypeError, ValueError):
         raise UsageError(
-            f"{name}: a schedule has steps for keys, e.g. 0:0.25/100:0.01, not {dict(value)!r}"
+            f"{name}={dict(value)!r}: the keys of a schedule are steps, e.g. 0:0.25/100:0.01"
         ) from None
     if 0 not in stages or min(stages) < 0:
         raise UsageError(
-            f"{name}: a schedule says what holds from step 0 on, e.g. 0:0.25/100:0.01, "
-            f"not {text(stages)}"
+            f"{name}={text(stages)}: a schedule starts at step 0 and has no negative steps, e.g. "
+            "0:0.25/100:0.01"
         )
     return dict(sorted(stages.items()))
 
@@ -80,11 +80,11 @@ def at(options: Options, step: int) -> dict[str, Any]:
 
 
 def starts(options: Options) -> list[int]:
-    """Return the steps at which the value of any field changes, sorted, with 0 as the first."""
+    """Return the steps at which any field changes, sorted, starting with 0."""
     schedules = (value for value in options.values() if isinstance(value, Mapping))
     return sorted({0, *(start for value in schedules for start in value)})
 
 
 def text(stages: Mapping[int, Any]) -> str:
-    """Return a schedule as the command line writes it: 0:0.25/100:0.01."""
+    """Return a schedule in the syntax of the command line: 0:0.25/100:0.01."""
     return "/".join(f"{step}:{value}" for step, value in stages.items())

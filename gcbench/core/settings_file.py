@@ -1,7 +1,7 @@
 """YAML files of settings: configs, suites and clusters.
 
-Mappings, lists and scalars of YAML 1.2, in files of limited size and depth. Aliases are refused: a
-few lines of them expand to billions of entries.
+Mappings, lists and scalars of YAML 1.2, of limited size and depth. Aliases are refused, because a
+few lines of them can expand to billions of entries.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from gcbench.core import files
 from gcbench.core.errors import UsageError
 
 LARGEST = 1_000_000
-"""Characters of a file."""
+"""Maximum number of characters of a file."""
 DEEPEST = 20
-"""Levels of lists and mappings inside each other."""
+"""Maximum nesting depth of lists and mappings."""
 
 
 class Loader(yaml.SafeLoader):
-    """YAML with the scalars of its version 1.2: `yes` and `010` are text, 2e-4 is a number.
+    """YAML with the scalars of version 1.2: `yes` is a string, `2e-4` a number.
 
-    PyYAML by itself reads version 1.1, in which `yes` is true, `010` is eight and 1:30 is ninety.
+    PyYAML implements version 1.1, in which `yes` is true, `010` is eight and `1:30` is ninety.
     """
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node; raise YAMLError for an alias, or where it is nested too deep."""
+        """Return the next node; raise YAMLError for an alias or too deep a nesting."""
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.YAMLError(
@@ -46,14 +46,14 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; raise YAMLError if a key comes twice or is not a scalar."""
+        """Return a mapping; raise YAMLError if a key is repeated or not a scalar."""
         seen = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
                 raise yaml.YAMLError(f"a {kind} as a key{key.start_mark}: give a name or a number")
             if key.value in seen:
-                raise yaml.YAMLError(f"the key {key.value!r} comes twice{key.start_mark}")
+                raise yaml.YAMLError(f"the key {key.value!r} is repeated{key.start_mark}")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -71,7 +71,7 @@ for _tag, _pattern, _first in _SCALARS:
     Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), _first
     )
-Loader.yaml_constructors = {  # dates, sets, binary data and the like are errors
+Loader.yaml_constructors = {  # other types (dates, sets, binary data) are errors
     tag: make
     for tag, make in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.removeprefix("tag:yaml.org,2002:") in _TAGS
@@ -82,7 +82,7 @@ def parse(text: str) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        ValueError: it is not YAML, or not what `Loader` takes.
+        ValueError: it is not YAML, or not accepted by `Loader`.
     """
     try:
         return yaml.load(text, Loader)
@@ -96,8 +96,9 @@ def read(path: Path, flag: str, example: str) -> dict[str, Any]:
     """Return the mapping in a YAML file; empty for an empty file.
 
     Raises:
-        UsageError: no such file, it is not a regular file or too large, no YAML, or no mapping; the
-            message begins with `flag`, and shows `example`.
+        UsageError: the file does not exist, is not a regular file or is too large, or its content
+            is not YAML or not a mapping with string keys. The message starts with `flag` and shows
+            `example`.
     """
     try:
         text = files.read_text(path)
@@ -105,15 +106,18 @@ def read(path: Path, flag: str, example: str) -> dict[str, Any]:
             raise UsageError(
                 f"{flag} {path}: {len(text)} characters; settings have at most {LARGEST}"
             )
-        found = parse(text)
+        settings = parse(text)
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{flag} {path} is no YAML: {error}") from None
-    if found is None:
+        raise UsageError(f"{flag} {path} is not valid YAML: {error}") from None
+    if settings is None:
         return {}
-    if not isinstance(found, dict):
-        raise UsageError(f"{flag} {path}: a mapping expected, e.g. `{example}`")
-    if wrong := [key for key in found if not isinstance(key, str)]:
-        raise UsageError(f"{flag} {path}: the key {wrong[0]!r}: a name expected, e.g. `{example}`")
-    return found
+    if not isinstance(settings, dict):
+        raise UsageError(
+            f"{flag} {path} contains a {type(settings).__name__}: expected a mapping, e.g. "
+            f"`{example}`"
+        )
+    if wrong := [key for key in settings if not isinstance(key, str)]:
+        raise UsageError(f"{flag} {path}: key {wrong[0]!r}: expected a name, e.g. `{example}`")
+    return settings

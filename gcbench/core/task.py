@@ -1,4 +1,4 @@
-"""The contract of a task: data, model, loss, and the hyper-parameters that its source used."""
+"""The contract of a task: data, model, loss, and the hyper-parameters of its source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gcbench.core.compressor import Key
 
 
 class Batch(NamedTuple):
-    """One worker's examples: inputs, first axis the batch, and targets of the same first axis."""
+    """One worker's examples: inputs and targets, whose first axis is the batch."""
 
     inputs: Tensor
     targets: Tensor
@@ -25,9 +25,9 @@ class Batch(NamedTuple):
 class Split:
     """Examples on one device: inputs (n, ...) as stored and targets (n, ...).
 
-    Targets have shape (n,) where an example has one class, (n, t) where it has a token at each of t
-    positions. A task whose examples do not fit in memory derives a class from this one: its
-    `inputs` then say where each example is stored, and `Task.batch` reads it.
+    Targets have shape (n,) for one class per example, (n, t) for a token at each of t positions. A
+    task whose examples do not fit in memory uses a subclass whose `inputs` are locations that
+    `Task.batch` reads from.
     """
 
     inputs: Tensor
@@ -45,9 +45,9 @@ class Split:
         return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
 
     def hold_out(self, count: int) -> tuple[Split, Split] | None:
-        """Return the examples to train on and `count` others, for examples that overlap.
+        """Return a training split and a disjoint split of `count`, for examples that overlap.
 
-        None: the examples have nothing in common, and `count` of them are drawn at random.
+        None: examples do not overlap, so the caller draws `count` of them at random.
         """
         return None
 
@@ -55,21 +55,21 @@ class Split:
 class Task(ABC):
     """One learning problem. Subclasses are frozen dataclasses; their fields are its options.
 
-    A task is stateless: it loads splits, makes models, and turns indices into batches. All of its
+    A task is stateless: it loads splits, creates models, and maps indices to batches. All its
     random numbers come from a `Key`, so a batch is the same in every engine.
     """
 
     name: ClassVar[str] = ""
     """The name on the command line; the registry fills it in from the file's name."""
     version: ClassVar[int] = 1
-    """The version of the task, raised when a change of data, model, loss or preprocessing changes
-    results. The config of every run has it, so results of different versions are never mixed.
+    """The version of the task. Increment it when a change of data, model, loss or preprocessing
+    changes results; each run's config has it, so results of different versions are never mixed.
     """
     paper_steps: ClassVar[str] = ""
-    """The steps and batch of the source, in words, if the default number of steps is smaller."""
+    """The steps and batch of the source, as text, if the default number of steps is smaller."""
     inputs: ClassVar[str] = ""
-    """What its model reads: "images", "text", or another word; "" for numbers of no such kind.
-    `gcbench advise` judges a model by the runs of tasks that read the same.
+    """The kind of the model's inputs, such as "images" or "text"; "" for other numbers.
+    `gcbench advise` uses the runs of tasks with the same kind of inputs.
     """
     evaluation_batch: ClassVar[int] = 500
     """Batch size of the evaluation."""
@@ -78,8 +78,8 @@ class Task(ABC):
     def defaults(self) -> Mapping[str, Any]:
         """Return hyper-parameters by their names in `gcbench.training.configuration.Config`.
 
-        They are the source's if there is one, for this task's options: batch, steps, optimizer, lr,
-        momentum, weight_decay, schedule, ...
+        They are those of the source, if any: batch, steps, optimizer, lr, momentum, weight_decay,
+        schedule, ...
         """
 
     @abstractmethod
@@ -90,22 +90,22 @@ class Task(ABC):
         download cache.
 
         Raises:
-            GcbenchError: files are missing, cut short or have a wrong checksum.
+            GcbenchError: files are missing, truncated or have a wrong checksum.
         """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Return a fresh model, initialized from torch's current CPU generator."""
+        """Return a new model, initialized from torch's current CPU generator."""
 
     def model_for(self, train: Split) -> nn.Module:
-        """Return a fresh model for this training split; `model()` if it does not depend on it."""
+        """Return a new model for this training split; by default `model()`."""
         return self.model()
 
     @abstractmethod
     def batch(self, split: Split, indices: Tensor, key: Key | None) -> Batch:
         """Return the examples at `indices`, shape (b,), prepared on the split's device.
 
-        With a key they are augmented for training; with None they are prepared for evaluation.
+        With a key they are augmented for training, with None prepared for evaluation.
         """
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -120,12 +120,12 @@ class Task(ABC):
         return outputs.argmax(1) == targets
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        """Return further metrics of each example, boolean or float (b,), by name; by default none.
+        """Return additional metrics per example, boolean or float (b,), by name.
 
-        Their means over the split are recorded as `test_NAME`, or `validation_NAME`.
+        Their means over the split are recorded as `test_NAME` or `validation_NAME`.
         """
         return {}
 
     def decayed(self, parameter: str) -> bool:
-        """Return whether weight decay applies to the parameter of this name; to all by default."""
+        """Return whether weight decay applies to the parameter of this name; default: to all."""
         return True

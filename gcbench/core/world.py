@@ -1,17 +1,20 @@
 """Workers and their collectives, in this process or over torch.distributed; counts every byte.
 
-A world has `size` workers, of which `ranks` live in this process: all of them in a simulation, one
-under torch.distributed. A collective takes one tensor for each local worker and returns what every
-worker receives, so code that uses a world is the same for both.
+A world has `size` workers, of which `ranks` run in this process: all of them in a simulation, one
+under torch.distributed. A collective takes one tensor per local worker and returns what each worker
+receives, so callers need not distinguish the two.
 
-Three counts of bytes are kept for each worker. `payload_up` is what it hands over to be aggregated,
-`payload_down` what it gets back to decode; its own contribution is in both, as a parameter server
-would count. `wire` is what it sends to other workers: 2 (N - 1) / N of the bytes of an all-reduced
-tensor (ring), N - 1 times those of an all-gathered one, in an all-to-all the pieces for others, and
-(N - 1) / N of a broadcast tensor (a pipeline through all workers, averaged over them).
+Three byte counts per worker:
 
-Other messages between workers travel as JSON and tensors and are never pickled: nothing that
-arrives is executed.
+payload_up: what it contributes to the aggregate.
+payload_down: what it receives to decode. Both include its own contribution, as a parameter server
+    would count.
+wire: what it sends to other workers: 2 (N - 1) / N of the bytes of an all-reduced tensor (ring),
+    N - 1 times those of an all-gathered tensor, the pieces for others in an all-to-all, and
+    (N - 1) / N of a broadcast tensor (a pipeline through all workers, averaged over them).
+
+Other messages between workers are JSON and tensors. Nothing is unpickled, so no received data is
+executed.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ from gcbench.core.errors import PeerLostError
 T = TypeVar("T")
 Op = Literal["sum", "max"]
 ROLL_CALL_SECONDS = 2.0
-"""How long a worker whose collective failed waits for the others to answer a roll call."""
+"""How long a worker whose collective failed waits for the other workers to report."""
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return a value as bytes: a line of JSON, then its tensors as safetensors.
+    """Serialize a value: a line of JSON, then its tensors as safetensors.
 
-    A value is None, a bool, a number, a string, a tensor, or a list, tuple or dict of values; keys
-    are strings. A tuple comes back as a list.
+    A value is None, a bool, a number, a string, a tensor, or a list, tuple or dict of values with
+    string keys. `from_bytes` returns a tuple as a list.
 
     Raises:
         TypeError: the value, or a part of it, has another type.
@@ -58,7 +61,7 @@ def to_bytes(value: Any) -> bytes:
             return {"tensor": name}
         if isinstance(part, dict):
             if not all(isinstance(key, str) for key in part):
-                raise TypeError(f"keys {list(part)}: strings expected")
+                raise TypeError(f"keys {list(part)}: expected strings")
             return {"dict": {key: plain(each) for key, each in part.items()}}
         return [plain(each) for each in part] if isinstance(part, list | tuple) else part
 
@@ -67,7 +70,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value that `to_bytes` turned into these bytes; its tensors are on the CPU."""
+    """Return the value that `to_bytes` serialized; its tensors are on the CPU."""
     line, _, rest = data.partition(b"\n")
     tensors = safetensors.torch.load(rest) if rest else {}
 
@@ -85,17 +88,17 @@ def from_bytes(data: bytes) -> Any:
 class Link:
     """A network link between any two workers, for modelled (never measured) times."""
 
-    gbit: float  # 10^9 bits a second, each direction
-    latency_us: float  # microseconds a message
+    gbit: float  # 10^9 bits per second, each direction
+    latency_us: float  # microseconds per message
 
     def seconds(self, rounds: int, nbytes: float) -> float:
-        """Return the seconds that `rounds` successive messages of `nbytes` in all take."""
+        """Return the seconds that `rounds` successive messages of `nbytes` in total take."""
         return rounds * self.latency_us * 1e-6 + nbytes * 8 / (self.gbit * 1e9)
 
 
 @dataclass
 class Traffic:
-    """Bytes of one worker since the run began; `wire` may be a fraction, as 2 (N - 1) / N is."""
+    """Bytes of one worker since the start of the run; `wire` may be fractional."""
 
     payload_up: float = 0.0
     payload_down: float = 0.0
@@ -107,14 +110,13 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 class World(ABC):
-    """N workers; `traffic` has one entry for each worker of this process."""
+    """N workers; `traffic` has one entry per worker of this process."""
 
     size: int
     ranks: range
     device: torch.device
     inline: bool = False
-    """Whether `map` runs the workers one after the other, as their work is too little to be
-    worth threads."""
+    """Whether `map` runs the workers sequentially, because their work is too small for threads."""
 
     def __init__(self, link: Link | None = None) -> None:
         self.traffic = [Traffic() for _ in self.ranks]
@@ -132,10 +134,10 @@ class World(ABC):
             self.modelled_seconds += self.link.seconds(rounds, max(wire))
 
     def all_reduce(self, tensors: Sequence[Tensor], op: Op, *, out: Tensor | None = None) -> Tensor:
-        """Return the element-wise sum or maximum over all workers; `out`: where to write it.
+        """Return the element-wise sum or maximum over all workers, in `out` if given.
 
-        On the CPU floats are added in the order of ranks in every engine, so all engines get the
-        same bits; sums of integers and maxima do not depend on the order.
+        On the CPU every engine adds floats in rank order, so all engines compute the same bits;
+        integer sums and maxima do not depend on the order.
         """
         sizes = [_nbytes(tensor) for tensor in tensors]
         wire = [2 * (self.size - 1) / self.size * size for size in sizes]
@@ -153,14 +155,13 @@ class World(ABC):
     ) -> list[Tensor]:
         """Return every worker's 1-D tensor, by rank; `sizes` are their element counts.
 
-        `aggregated`: the tensors are shards of an aggregate on the way down, not contributions.
-        `out`: a 1-D buffer that is long enough for all of them. A simulation does not use it: it
-        returns the workers' own tensors.
+        `aggregated`: the tensors are shards of an aggregate, not contributions to one. `out`: a 1-D
+        buffer of sufficient size. A simulation ignores it and returns the workers' tensors.
         """
         down = sum(sizes) * tensors[0].element_size()
-        own = [_nbytes(tensor) for tensor in tensors]
-        wire = [float((self.size - 1) * size) for size in own]
-        self._count([0] * len(own) if aggregated else own, [down] * len(own), wire)
+        counts = [_nbytes(tensor) for tensor in tensors]
+        wire = [float((self.size - 1) * size) for size in counts]
+        self._count([0] * len(counts) if aggregated else counts, [down] * len(counts), wire)
         self._model(self.size - 1, wire)
         return self._all_gather(tensors, sizes, out)
 
@@ -172,7 +173,7 @@ class World(ABC):
         *,
         out: Tensor | None = None,
     ) -> list[list[Tensor]]:
-        """Send piece r of each worker's 1-D tensor to rank r; return what each got, by sender.
+        """Send piece r of each worker's 1-D tensor to rank r; return the received, by sender.
 
         `splits[i][r]`: the number of elements that local worker i sends to rank r; `sizes[i][r]`:
         the number that it receives from rank r. `out`: as for `all_gather`.
@@ -187,7 +188,7 @@ class World(ABC):
         return self._all_to_all(tensors, splits, sizes, out)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Return worker 0's tensor on every worker; each passes it on to the next."""
+        """Return worker 0's tensor on every worker; each worker forwards it to the next."""
         size = _nbytes(tensor)
         up = [size if rank == 0 else 0 for rank in self.ranks]
         wire = [size * (self.size - 1) / self.size] * len(up)
@@ -223,12 +224,14 @@ class World(ABC):
     def collect(self, values: Sequence[T]) -> list[T]:
         """Return every worker's value, by rank: for records and checks, not counted as traffic.
 
-        A value is what `to_bytes` takes; a tuple may come back as a list.
+        Values are of the types of `to_bytes`; a tuple may become a list.
         """
 
     def collect_traffic(self) -> list[Traffic]:
         """Return every worker's traffic, by rank."""
-        return [Traffic(*row) for row in self.collect([astuple(own) for own in self.traffic])]
+        return [
+            Traffic(*row) for row in self.collect([astuple(traffic) for traffic in self.traffic])
+        ]
 
     @abstractmethod
     def close(self) -> None:
@@ -236,10 +239,10 @@ class World(ABC):
 
 
 class SimulatedWorld(World):
-    """All workers in this process, on a few threads; each computes as a process of its own would.
+    """All workers in this process, on a few threads, with the same results as separate processes.
 
-    Every worker uses `threads` threads inside an operation, so the bits do not depend on how many
-    workers run at the same time.
+    Every worker uses `threads` threads inside an operation, so the bits do not depend on the number
+    of workers that run concurrently.
     """
 
     def __init__(
@@ -308,11 +311,11 @@ class DistributedWorld(World):
         group: dist.ProcessGroup | None = None,
         limit: str = "GCBENCH_COLLECTIVE_TIMEOUT",
     ) -> None:
-        """`store` and `timeout` are the process group's.
+        """Join a process group with this `store` and `timeout`.
 
-        `watched`: whether a launcher notices at once when a process ends, and names it. `group`:
-        None means the default group; ranks are those in the group. `limit`: the name of the setting
-        that errors refer to for the timeout.
+        `watched`: whether a launcher detects and reports a process that ends. `group`: None means
+        the default group; ranks are ranks in the group. `limit`: the name of the timeout setting,
+        for errors.
         """
         self.group, self.limit = group, limit
         self.size = dist.get_world_size() if group is None else group.size()
@@ -333,30 +336,29 @@ class DistributedWorld(World):
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            # If torch has no record of the group, it raises a ValueError while it describes the
-            # RuntimeError.
+            # If torch does not know the group, formatting the RuntimeError raises a ValueError.
             cause = error.__context__ if isinstance(error, ValueError) else error
             if not isinstance(cause, RuntimeError):
                 raise
             raise self._lost(cause, time.monotonic() - began) from cause
 
     def _lost(self, error: RuntimeError, waited: float) -> PeerLostError:
-        own, limit = self.ranks[0], self.timeout.total_seconds()
-        said = (str(error).splitlines() or [""])[0]
+        rank, limit = self.ranks[0], self.timeout.total_seconds()
+        reason = (str(error).splitlines() or [""])[0]
         timed_out = waited >= limit / 2
         gone = self._silent() if timed_out or not self.watched else []
         if gone:
             who = ", ".join(map(str, gone))
-            what = f"without an answer from worker {who}, which has ended or stands still"
+            what = f"because worker {who} ended or does not respond"
         else:
-            what = "broken off by another worker"
+            what = "because another worker aborted it"
         return PeerLostError(
-            f"worker {own}: a collective ended after {waited:.0f} s {what}; the limit is "
-            f"{limit:.0f} s ({self.limit}). torch says: {said:.200}"
+            f"worker {rank}: a collective failed after {waited:.0f} s {what}; the limit is "
+            f"{limit:.0f} s ({self.limit}). torch: {reason:.200}"
         )
 
     def _silent(self) -> list[int]:
-        """Return the ranks that do not answer a roll call; none if the store is gone, too."""
+        """Return the ranks that do not report within the limit; none if the store is gone, too."""
         others = set(range(self.size)) - set(self.ranks)
         with suppress(RuntimeError):
             self.store.set(f"gcbench/here/{self.ranks[0]}", "")
@@ -371,16 +373,16 @@ class DistributedWorld(World):
         return [call(self.ranks[0])]
 
     def collect(self, values: Sequence[T]) -> list[T]:  # noqa: D102
-        own = torch.frombuffer(bytearray(to_bytes(values[0])), dtype=torch.uint8).to(self.device)
-        size = torch.tensor([own.numel()], device=self.device)
+        data = torch.frombuffer(bytearray(to_bytes(values[0])), dtype=torch.uint8).to(self.device)
+        size = torch.tensor([data.numel()], device=self.device)
         sizes = torch.cat(self._all_gather([size], [1] * self.size, None)).tolist()
-        everyone = self._all_gather([own], sizes, None)
+        everyone = self._all_gather([data], sizes, None)
         return [from_bytes(data.cpu().numpy().tobytes()) for data in everyone]
 
     def close(self) -> None:  # noqa: D102
         if self.group is None:
             dist.destroy_process_group()
-        else:  # whoever made the group destroys it
+        else:  # the caller created the group and destroys it
             self.group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -400,14 +402,14 @@ class DistributedWorld(World):
         return total
 
     def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        """All-reduce as reduce-scatter and all-gather; a shard's owner adds in the order of ranks.
+        """All-reduce as reduce-scatter and all-gather; a shard's owner adds in rank order.
 
-        It moves as many bytes as a ring all-reduce; gloo's own adds in an order that depends on N.
+        It moves as many bytes as a ring all-reduce; gloo's order of additions depends on N.
         """
         flat = tensor.reshape(-1)
         sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
-        own = sizes[self.ranks[0]]
-        received = self._all_to_all([flat], [sizes], [[own] * self.size], None)[0]
+        share = sizes[self.ranks[0]]
+        received = self._all_to_all([flat], [sizes], [[share] * self.size], None)[0]
         total = received[0]
         for shard in received[1:]:
             total += shard
@@ -421,11 +423,11 @@ class DistributedWorld(World):
         tensor = tensors[0].contiguous()
         out = tensor.new_empty(sum(sizes)) if out is None else out[: sum(sizes)]
         pieces = list(torch.split(out, list(sizes)))
-        if len(set(sizes)) > 1:  # shorter tensors are not padded: no byte is sent that is not used
-            own = [tensor.numel()] * self.size
+        if len(set(sizes)) > 1:  # without padding, so that only used bytes are sent
+            counts = [tensor.numel()] * self.size
             repeated = tensor.repeat(self.size)
             with self.together():
-                dist.all_to_all_single(out, repeated, list(sizes), own, group=self.group)
+                dist.all_to_all_single(out, repeated, list(sizes), counts, group=self.group)
         else:
             with self.together():
                 dist.all_gather(pieces, tensor, group=self.group)

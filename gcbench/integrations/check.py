@@ -105,7 +105,7 @@ def warn(method: Compressor, bounds: Bounds, found: Sequence[Comparison]) -> Non
         warnings.warn(
             f"step {found[0].step}: the mean by {method!r} is far from the plain mean. "
             f"{'; '.join(wrong[:5])}{more}. If the method is not meant to be so inexact, check it: "
-            f"gcbench verify {registry.word(method.name or type(method).__name__)}",
+            f"gcbench verify {registry.spec(method.name or type(method).__name__)}",
             stacklevel=2,
         )
 
@@ -124,7 +124,7 @@ def overflowed(
     method: Compressor, name: str, mean: Tensor, dtype: torch.dtype, step: int
 ) -> DivergedError:
     """Return the error for a decoded mean that its parameter's dtype cannot hold."""
-    word = registry.word(method.name or type(method).__name__)
+    word = registry.spec(method.name or type(method).__name__)
     if not mean.isfinite().all():
         return DivergedError(
             f"the mean of {name} that {word} decoded is not finite at step {step}, and every "

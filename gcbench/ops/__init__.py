@@ -1,7 +1,7 @@
-"""The operations that compressors are made of, by family: `ops.ternary.encode`.
+"""Building blocks of compressors, by family: `ops.ternary.encode`.
 
-Each has a definition in plain torch, and backends may have faster kernels for it. The same
-arguments give the same bytes on every backend.
+Each operation has a definition in plain torch, and backends may have faster kernels. Equal
+arguments give equal bytes on every backend.
 """
 
 from __future__ import annotations

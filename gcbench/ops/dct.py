@@ -1,15 +1,15 @@
-"""Orthonormal cosine transforms (DCT-II) of the chunks of tensors, in two dimensions, and back.
+"""Orthonormal cosine transforms (DCT-II) of chunks of tensors in two dimensions, and inverses.
 
 C[k, i] = sqrt((2 - [k = 0]) / n) cos(pi (2 i + 1) k / (2 n)): Ahmed, Natarajan and Rao 1974.
 
-A chunk of height x width elements has the coefficients C_height X C_width^T. They lie chunk after
-chunk, from left to right and then down, each chunk row by row. NaN becomes 0, and what is beyond
-float32 the largest float.
+A chunk of height x width elements has the coefficients C_height X C_width^T. They are stored chunk
+by chunk, left to right and then down, each chunk row by row. NaN becomes 0, and values beyond
+float32 become the largest float.
 
-On the CPU a column of n elements, n even, is transformed by halves, as C[k, n - 1 - i] is C[k, i]
-for even k and -C[k, i] for odd k: odd coefficients are sums of n / 2 products of the differences
-x_i - x_n-1-i, and even ones the transform of the n / 2 sums. Products are added one after the
-other. Other devices multiply matrices, and the last bits are those of their library.
+On the CPU a column of n elements, n even, is transformed by halves, because C[k, n - 1 - i] is
+C[k, i] for even k and -C[k, i] for odd k: odd coefficients are sums of n / 2 products of the
+differences x_i - x_n-1-i, and even ones the transform of the n / 2 sums. Products are added in
+order. Other devices multiply matrices, and the last bits depend on their library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
     """One tensor's chunks: `down` x `across` of them, each of `height` x `width` elements."""
 
     start: int
-    """The tensor's first element in the bucket, and its first coefficient among all."""
+    """Index of the tensor's first element in the bucket, and of its first coefficient."""
     down: int
     height: int
     across: int
@@ -41,22 +41,22 @@ class Chunks(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """Where the tensor lies in the bucket, and its coefficients among all."""
+        """The tensor's range in the bucket, and that of its coefficients."""
         return slice(self.start, self.start + self.down * self.height * self.across * self.width)
 
 
 @functools.cache
 def matrix(n: int) -> Tensor:
-    """Return C, rounded from float64 to float32, (n, n), on the CPU; cached, do not change it."""
-    # The angle is reduced in integers: a large float angle would lose precision.
+    """Return C, rounded from float64 to float32, (n, n), on the CPU; cached, do not modify it."""
+    # The angle is reduced in integers, because a large float angle would lose precision.
     angle = [[math.pi * ((2 * i + 1) * k % (4 * n)) / (2 * n) for i in range(n)] for k in range(n)]
-    made = torch.tensor(angle, dtype=torch.float64).cos() * math.sqrt(2 / n)
-    made[0] = math.sqrt(1 / n)
-    return made.float()
+    table = torch.tensor(angle, dtype=torch.float64).cos() * math.sqrt(2 / n)
+    table[0] = math.sqrt(1 / n)
+    return table.float()
 
 
 class _Table(NamedTuple):
-    """What kernels take: a row for each tensor, and the matrices, whose places the rows have."""
+    """Arguments of kernels: a row per tensor with positions of its matrices, and the matrices."""
 
     rows: tuple[tuple[int, ...], ...]
     matrices: Tensor
@@ -64,9 +64,9 @@ class _Table(NamedTuple):
 
 @functools.cache
 def _packed(n: int, inverse: bool) -> Tensor:
-    """Return the matrices by which a column of n elements is transformed, in that order, 1-D.
+    """Return the matrices that transform a column of n elements, in order of use, 1-D.
 
-    Each is stored term by term: the factors of all results of the first term, then of the second.
+    Each is stored term by term: the factors of the first term for all results, then of the second.
     """
     c, levels, m, step = matrix(n), [], n, 1
     while m % 2 == 0:
@@ -92,7 +92,7 @@ def _table(chunks: tuple[Chunks, ...], inverse: bool) -> _Table:
 
 
 def _products(factors: Tensor, terms: Tensor) -> Tensor:
-    """Return factors @ terms, (r, t) @ (..., t, c), with the products added one after the other."""
+    """Return factors @ terms, (r, t) @ (..., t, c), with the products added in order."""
     total = factors[:, 0:1] * terms[..., 0:1, :]
     for t in range(1, terms.shape[-2]):
         total = total + factors[:, t : t + 1] * terms[..., t : t + 1, :]
@@ -100,7 +100,7 @@ def _products(factors: Tensor, terms: Tensor) -> Tensor:
 
 
 def _forward_columns(x: Tensor) -> Tensor:
-    """Return the transform of the last axis but one of `x`, shape (..., n, columns)."""
+    """Transform the second-last axis of `x`, shape (..., n, columns)."""
     n = x.shape[-2]
     c, out, step = matrix(n), torch.empty_like(x), 1
     while x.shape[-2] % 2 == 0:
@@ -113,7 +113,7 @@ def _forward_columns(x: Tensor) -> Tensor:
 
 
 def _inverse_columns(x: Tensor) -> Tensor:
-    """Return what `_forward_columns` makes `x` of."""
+    """Return the inverse of `_forward_columns`."""
     n = m = x.shape[-2]
     c, step = matrix(n), 1
     while m % 2 == 0:
@@ -174,7 +174,7 @@ def _multiplied(x: Tensor, chunks: Sequence[Chunks], inverse: bool, out: Tensor)
 def forward(x: Tensor, chunks: Sequence[Chunks], *, out: Tensor | None = None) -> Tensor:
     """Return the coefficients of `x`, float32, shape (n,), rows first and then columns.
 
-    `chunks`: cover `x` once, of at most `LONGEST` x `LONGEST` elements. `out`: where to write.
+    `chunks`: cover `x` once, of at most `LONGEST` x `LONGEST` elements. `out`: the output tensor.
     """
     return _transformed(x, chunks, False, out)
 

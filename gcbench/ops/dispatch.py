@@ -1,18 +1,17 @@
 """Dispatch of operations to the kernels of the chosen backend, or to their definition.
 
-A family of operations is a module of this package. An operation is written there in two parts:
+A family of operations is a module of this package. An operation consists of two functions:
 
-* the function that callers use. It checks the arguments (`vector`, `part`), allocates the result
-  if the caller gave no `out` (`output`), and calls the second part. All backends share it.
-* the definition in plain torch, an `Operation`. It takes the checked arguments by name and fills
+* the public function. It checks the arguments (`vector`, `part`), allocates the result unless the
+  caller passes `out` (`output`), and calls the definition. All backends share it.
+* the definition in plain torch, an `Operation`. It receives the checked arguments by name and fills
   the outputs. A backend may have a kernel for it, with the same arguments and the same bytes.
 
-A kernel may return the number of a fault that it found, which the operation's `fault` turns into an
-exception. A kernel on a device writes the number to a flag there (`Flag`). Flags are read after
-each kernel, or, inside `core.faults.together`, all at the end, because the host has to wait for the
-device to read them.
+A kernel may return an error number, which the operation's `fault` turns into an exception. A GPU
+kernel writes the number to a flag in device memory (`Flag`). Reading a flag synchronizes the
+device, so flags are read after each kernel or, inside `core.faults.together`, once at the end.
 
-This module imports no backend; they are imported by name (`HOMES`) when the first kernel is needed.
+Backends are imported by name (`HOMES`) when the first kernel is needed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from gcbench.core.errors import PayloadError, UsageError, unknown
 
 NAMES = ("reference", "cpu", "cuda")
 HOMES = {"cpu": "gcbench.ops.native", "cuda": "gcbench.ops.cuda"}
-"""The module of each backend. Its `status()` says whether it can be used on this machine; its
-`KERNELS` are functions by the name of the operation that they compute."""
+"""The module of each backend. `status()` returns whether it is usable on this machine; `KERNELS`
+maps names of operations to functions."""
 Kernel = Callable[..., Any]
 Fault = Callable[[int, Mapping[str, Any]], Exception | None]
-"""Takes the number of a fault and the operation's arguments, and returns the exception to raise;
-None: nothing is raised."""
+"""Maps an error number and the operation's arguments to the exception to raise, or None."""
 
 
 # ---- arguments and outputs -----------------------------------------------------------------------
@@ -47,58 +45,59 @@ def _shown(tensor: Tensor) -> str:
 
 
 def vector(tensor: Tensor, dtype: torch.dtype, numel: int, what: str = "x") -> Tensor:
-    """Return `tensor`, made contiguous, if it has this dtype and `numel` elements.
+    """Check dtype and number of elements of `tensor`, and return it contiguous.
 
     Raises:
-        ValueError: it has another dtype or another number of elements.
+        ValueError: the dtype or number of elements differs.
     """
     if tensor.dtype is not dtype or tensor.numel() != numel:
-        raise ValueError(f"{what}: {_shown(tensor)}; {numel} {dtype} expected")
+        raise ValueError(f"{what} is {_shown(tensor)}: expected {numel} {dtype}")
     return tensor.contiguous()
 
 
 def part(tensor: Tensor, dtype: torch.dtype, numel: int, what: str) -> Tensor:
-    """Return a part of a payload as `vector` does; it must have one dimension.
+    """Check dtype and shape (numel,) of a part of a payload, and return it contiguous.
 
     Raises:
-        PayloadError: it has another dtype or another shape.
+        PayloadError: the dtype or shape differs.
     """
     if tensor.dtype is not dtype or tensor.shape != (numel,):
-        raise PayloadError(f"{what}: {_shown(tensor)}; {numel} {dtype} expected")
+        raise PayloadError(f"{what}: {_shown(tensor)}; expected {numel} {dtype}")
     return tensor.contiguous()
 
 
 def output(
-    given: Tensor | None, dtype: torch.dtype, numel: int, device: torch.device, what: str = "out"
+    tensor: Tensor | None, dtype: torch.dtype, numel: int, device: torch.device, what: str = "out"
 ) -> Tensor:
-    """Return the tensor to write to: `given`, or a new one of shape (numel,).
+    """Return the output tensor: `tensor`, or a new one of shape (numel,) if it is None.
 
     Raises:
-        ValueError: `given` has another dtype, number of elements or device, or is not contiguous.
+        ValueError: dtype, number of elements or device of `tensor` differs, or it is not
+            contiguous.
     """
-    if given is None:
+    if tensor is None:
         return torch.empty(numel, dtype=dtype, device=device)
-    if given.dtype is not dtype or given.numel() != numel or given.device != device:
-        raise ValueError(f"{what}: {_shown(given)}; {numel} {dtype} on {device} expected")
-    if not given.is_contiguous():
-        raise ValueError(f"{what}: strides {given.stride()}; a contiguous tensor expected")
-    return given
+    if tensor.dtype is not dtype or tensor.numel() != numel or tensor.device != device:
+        raise ValueError(f"{what} is {_shown(tensor)}: expected {numel} {dtype} on {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} has strides {tensor.stride()}: expected a contiguous tensor")
+    return tensor
 
 
 # ---- operations ----------------------------------------------------------------------------------
 
 
 class Flag(NamedTuple):
-    """A fault flag on a device: kernels lower it to the least number of the faults they find."""
+    """An error flag in device memory: kernels set it to the smallest error number they detect."""
 
     tensor: Tensor
     """int32, shape (1,), initially `UNRAISED`."""
     number: Callable[[int], int] = int
-    """Maps the flag's value to the number that the operation's `fault` takes."""
+    """Maps the flag's value to the error number for the operation's `fault`."""
 
 
 UNRAISED = 2**31 - 1
-"""The value of a flag if no fault was found."""
+"""The value of a flag without an error."""
 
 
 def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, Any]) -> None:
@@ -112,7 +111,7 @@ def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, A
 class Operation:
     """The definition of an operation in plain torch, and the kernels that replace it.
 
-    It is called with the device of its tensors and with keyword arguments that are already checked.
+    Call it with the device of its tensors and with checked keyword arguments.
     """
 
     def __init__(self, definition: Callable[..., Any], fault: Fault | None = None) -> None:
@@ -123,11 +122,11 @@ class Operation:
         """The kernels of the chosen backends, by type of device."""
 
     def __call__(self, device: torch.device, /, **arguments: Any) -> Any:
-        """Run the kernel for this device, or the definition; return its result: a number, or None.
+        """Run the kernel for this device, or the definition; return its result, a number or None.
 
         Raises:
-            ValueError: tensors are on several devices.
-            Exception: what `fault` returns for a fault that the kernel found.
+            ValueError: tensors are on different devices.
+            Exception: the kernel returned an error number; `fault` provides the exception.
         """
         if _chosen is None:
             use("auto")
@@ -135,24 +134,24 @@ class Operation:
             for tensor in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(tensor, Tensor) and tensor.device != device:
                     raise ValueError(
-                        f"{self.name}: {name} is on {tensor.device}; {device} expected"
+                        f"{self.name}: {name} is on {tensor.device}: expected {device}"
                     )
         kernel = self.serving.get(device.type)
         if kernel is None:
             return self.definition(**arguments)
-        found = kernel(**arguments)
-        if isinstance(found, Flag):
-            faults.look(partial(_raise_if_raised, found, self, arguments))
+        result = kernel(**arguments)
+        if isinstance(result, Flag):
+            faults.look(partial(_raise_if_raised, result, self, arguments))
         elif self.fault is None:
-            return found
+            return result
         else:
-            self.check(found, arguments)
+            self.check(result, arguments)
         return None
 
-    def check(self, found: int | None, arguments: Mapping[str, Any]) -> None:
-        """Raise what `fault` returns for a fault's number; 0 and None are no fault."""
-        if found and self.fault is not None:
-            error = self.fault(found, arguments)
+    def check(self, number: int | None, arguments: Mapping[str, Any]) -> None:
+        """Raise the exception for an error number; 0 and None mean success."""
+        if number and self.fault is not None:
+            error = self.fault(number, arguments)
             if error is not None:
                 raise error
 
@@ -166,22 +165,22 @@ class _Decorator(Protocol):
 
 
 def operation(fault: Fault | None = None) -> _Decorator:
-    """Return a decorator that makes an `Operation` of a definition in plain torch.
+    """Return a decorator that turns a definition in plain torch into an `Operation`.
 
-    The operation is named `module.function`, without leading underscores. `fault`: see `Fault`.
+    Its name is `module.function`, without leading underscores. `fault`: see `Fault`.
 
     Raises:
-        ValueError: there is already an operation of this name.
+        ValueError: an operation of this name exists.
     """
 
     def make(definition: Callable[..., Any]) -> Operation:
-        made = Operation(definition, fault)
-        if made.name in OPERATIONS:
-            raise ValueError(f"operation {made.name} is defined twice")
+        op = Operation(definition, fault)
+        if op.name in OPERATIONS:
+            raise ValueError(f"operation {op.name} is defined twice")
         if _chosen is not None:
-            _serve(made, _chosen)
-        OPERATIONS[made.name] = made
-        return made
+            _serve(op, _chosen)
+        OPERATIONS[op.name] = op
+        return op
 
     return make
 
@@ -189,23 +188,23 @@ def operation(fault: Fault | None = None) -> _Decorator:
 # ---- backends ------------------------------------------------------------------------------------
 
 _chosen: Mapping[str, str] | None = None
-"""The backend for each type of device; None until one is chosen or an operation runs."""
+"""The backend of each device type; None until one is chosen or an operation runs."""
 
 
 def _home(backend: str) -> Any:
     return importlib.import_module(HOMES[backend])
 
 
-def _serve(made: Operation, chosen: Mapping[str, str]) -> None:
-    made.serving.clear()
+def _serve(op: Operation, chosen: Mapping[str, str]) -> None:
+    op.serving.clear()
     for device, backend in chosen.items():
-        kernel = _home(backend).KERNELS.get(made.name)
+        kernel = _home(backend).KERNELS.get(op.name)
         if kernel is not None:
-            made.serving[device] = kernel
+            op.serving[device] = kernel
 
 
 class Backend(NamedTuple):
-    """A set of kernels; `detail` describes it, or says why it is not available on this machine."""
+    """A set of kernels; `detail` describes it, or the reason why it is unavailable here."""
 
     name: str
     available: bool
@@ -213,7 +212,7 @@ class Backend(NamedTuple):
 
 
 def backends() -> list[Backend]:
-    """Return all backends; the ones that are not available say why in `detail`."""
+    """Return all backends, including those that are unavailable here."""
     return [
         Backend("reference", True, "plain torch, any device, the definition"),
         *(Backend(name, *_home(name).status()) for name in HOMES),
@@ -221,51 +220,55 @@ def backends() -> list[Backend]:
 
 
 def choose(backend: str, device: str = "cpu") -> str:
-    """Return the name of the backend that `backend` means on a device of type `device`.
+    """Return the name of the backend to use for a device of type `device`.
 
-    "auto" is the backend with kernels for that device if it is available, else "reference".
+    "auto" is the backend of that device type if it is available, else "reference".
 
     Raises:
-        UsageError: the backend is unknown, not available here, or for other devices.
+        UsageError: the backend is unknown, unavailable here, or for other devices.
     """
     if backend not in ("auto", *NAMES):
         raise unknown("backend", backend, ["auto", *NAMES])
     if backend == "reference":
         return backend
-    known = {found.name: found for found in backends()}
+    by_name = {each.name: each for each in backends()}
     if backend == "auto":
-        return device if device in known and known[device].available else "reference"
-    if not known[backend].available:
-        raise UsageError(f"backend {backend!r} is missing: {known[backend].detail}; or use auto")
+        return device if device in by_name and by_name[device].available else "reference"
+    if not by_name[backend].available:
+        raise UsageError(
+            f"backend {backend!r} is unavailable: {by_name[backend].detail}; or use auto"
+        )
     if backend != device:
-        raise UsageError(f"backend {backend!r} serves {backend} tensors, and these are on {device}")
+        raise UsageError(
+            f"backend {backend!r} is for {backend} tensors, and these are on {device}; use auto"
+        )
     return backend
 
 
 def use(backend: str) -> None:
-    """Run all operations of this process by `backend` from now on: "auto" or one of `NAMES`.
+    """Select the backend of all operations of this process: "auto" or one of `NAMES`.
 
     Raises:
         UsageError: see `choose`.
     """
     if backend == "auto":
-        _take({found.name: found.name for found in backends()[1:] if found.available})
+        _take({each.name: each.name for each in backends()[1:] if each.available})
     else:
         name = choose(backend, backend)
         _take({name: name} if name in HOMES else {})
 
 
 def _take(chosen: Mapping[str, str] | None) -> None:
-    """Use these backends' kernels from now on, by type of device; None: "auto" at the next use."""
+    """Select the kernels by device type; None: choose "auto" at the next use."""
     global _chosen
     _chosen = chosen
-    for made in OPERATIONS.values():
-        _serve(made, chosen or {})
+    for op in OPERATIONS.values():
+        _serve(op, chosen or {})
 
 
 @contextmanager
 def using(backend: str) -> Iterator[None]:
-    """Run operations by `backend` inside a with statement."""
+    """Use `backend` inside a with block."""
     before = _chosen
     use(backend)
     try:
@@ -276,10 +279,9 @@ def using(backend: str) -> Iterator[None]:
 
 @contextmanager
 def serving(device: str, backend: str) -> Iterator[None]:
-    """Run operations on devices of this type by this backend's kernels inside a with statement.
+    """Use a backend's kernels for another device type inside a with block.
 
-    For tests only, in which a CPU stands in for a GPU: otherwise a backend has kernels for its own
-    device.
+    For tests that emulate a GPU on the CPU.
     """
     before = _chosen
     _take({device: backend})

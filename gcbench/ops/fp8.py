@@ -15,19 +15,19 @@ from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.statistics import TINY, scale_
 
 TOP = 448.0
-"""The largest value of e4m3, which stands for the block's largest magnitude."""
+"""The largest value of e4m3, to which the block's largest magnitude is scaled."""
 SHARES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().div_(TOP)
 """c / 448 of all 256 codes, float32: in plain torch a look-up is faster than a conversion."""
 
 FAULTS = {
-    1: "a block's scale is 0, or finite and at least 2^-100",
-    2: "a code is not a number",
-    3: "codes in a block whose scale is 0",
+    1: "a block's scale must be 0, or finite and at least 2^-100",
+    2: "a code is NaN",
+    3: "nonzero codes in a block of scale 0",
 }
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{given['name']}: {FAULTS[found]}")
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
 
 
 @operation()
@@ -35,8 +35,8 @@ def _encode(x: Tensor, segments: Segments, codes: Tensor, scales: Tensor) -> Non
     top = statistics.absmax(x, segments)
     divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
     scaled = torch.empty_like(x)
-    for (which, rows), (_, own) in zip(segments.views(x), segments.views(scaled), strict=True):
-        torch.div(rows, divisor[which].unsqueeze(1), out=own)
+    for (which, rows), (_, quotient) in zip(segments.views(x), segments.views(scaled), strict=True):
+        torch.div(rows, divisor[which].unsqueeze(1), out=quotient)
     scaled.mul_(TOP)  # the quotient first: a / a * 448 is 448
     codes.copy_(scaled.nan_to_num_(nan=0.0).to(torch.float8_e4m3fn).view(torch.uint8))
     scales.copy_(torch.where(top < TINY, 0.0, top))
@@ -51,28 +51,28 @@ def encode(
     float32, rounded to e4m3, ties to even. The scale is a, or 0 if a is below `TINY`. All codes of
     a block are zeros if its scale is 0 or not finite.
 
-    `x`: float32, shape (n,); `out`: where to write both.
+    `x`: float32, shape (n,); `out`: output tensors for both.
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    given: Sequence[Tensor | None] = (None, None) if out is None else out
-    codes = output(given[0], torch.uint8, n, x.device)
-    scales = output(given[1], torch.float32, m, x.device)
+    slots: Sequence[Tensor | None] = (None, None) if out is None else out
+    codes = output(slots[0], torch.uint8, n, x.device)
+    scales = output(slots[1], torch.float32, m, x.device)
     _encode(x.device, x=x, segments=segments, codes=codes, scales=scales)
     return codes, scales
 
 
 @operation(_fault)
 def _decode(codes: Tensor, scales: Tensor, segments: Segments, name: str, out: Tensor) -> None:
-    given = {"name": name}
+    arguments = {"name": name}
     if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
-        raise _fault(1, given)
+        raise _fault(1, arguments)
     values = SHARES.to(codes.device).index_select(0, codes.int())
     if values.isnan().any():
-        raise _fault(2, given)
+        raise _fault(2, arguments)
     for which, rows in segments.views(values):
         if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-            raise _fault(3, given)
+            raise _fault(3, arguments)
     out.copy_(scale_(values, scales, segments))
 
 
@@ -81,13 +81,13 @@ def decode(
 ) -> Tensor:
     """Return (e4m3 value of the code / 448) * scale, float32, shape (n,).
 
-    `codes`: uint8, shape (n,); `scales`: float32, shape (m,). `out`: where to write; its content is
-    undefined after an error.
+    `codes`: uint8, shape (n,); `scales`: float32, shape (m,). `out`: the output tensor, undefined
+    after an error.
 
     Raises:
-        PayloadError: another dtype or shape; a code is a NaN, a scale is negative, not finite or
-            below `TINY` but not 0, or a block with scale 0 has codes other than zeros. The message
-            begins with `name`.
+        PayloadError: wrong dtype or shape; a code is NaN, a scale is negative, not finite or below
+            `TINY` but not 0, or a block of scale 0 has nonzero codes. The message starts with
+            `name`.
     """
     n, m = segments.numel, len(segments)
     codes = part(codes, torch.uint8, n, f"{name}: codes")

@@ -1,8 +1,8 @@
-"""The Walsh-Hadamard transform of segments, and segments that are rotated by it, in 4 bits.
+"""The Walsh-Hadamard transform of segments, and 4-bit codes of transformed segments.
 
 H is Sylvester's orthonormal matrix, with entries +-1 / sqrt(d) for d = 2^k elements; H H = 1. A
-segment of another length is transformed in parts, whose lengths are the binary digits of its
-length, the largest first: 100 elements are 64, 32 and 4.
+segment of another length is transformed in parts by the binary digits of its length, the largest
+first: 100 elements are 64, 32 and 4.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.statistics import TINY, scale_
 
 TOP = 7
-"""The largest level, which stands for a segment's largest magnitude; codes are levels plus 7."""
+"""The largest level, that of a segment's largest magnitude; codes are levels plus 7."""
 BITS = 4
 
 
@@ -55,7 +55,7 @@ def rotate(x: Tensor, segments: Segments, *, out: Tensor | None = None) -> Tenso
     """Return H x of each segment, float32, shape (n,). NaN becomes 0, infinity the largest float.
 
     `x`: float32, shape (n,), multiplied by 1 / sqrt(d) before the butterflies (a + b, a - b) of
-    elements 1, 2, 4 ... d / 2 apart. `out`: where to write; it may be `x`.
+    elements 1, 2, 4 ... d / 2 apart. `out`: the output tensor, which may be `x`.
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(out, torch.float32, segments.numel, x.device)
@@ -66,14 +66,14 @@ def rotate(x: Tensor, segments: Segments, *, out: Tensor | None = None) -> Tenso
 # ---- 4 bits --------------------------------------------------------------------------------------
 
 FAULTS = {
-    1: "a block's scale is 0, or finite and at least 2^-100",
-    2: "code 15 stands for nothing",
-    3: "codes in a block whose scale is 0",
+    1: "a block's scale must be 0, or finite and at least 2^-100",
+    2: "code 15 is not used",
+    3: "nonzero codes in a block of scale 0",
 }
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{given['name']}: {FAULTS[found]}")
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
 
 
 @operation()
@@ -93,31 +93,31 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Return codes of y = H x, packed in int32 words, and each segment's a = max |y|, float32.
 
-    A code is round(7 y / a) + 7, ties to even, each operation rounded to float32; 7 if a is below
-    `TINY`, and then 0 is sent for a. `x`: float32, shape (n,); `out`: where to write both.
+    A code is round(7 y / a) + 7, ties to even, each operation rounded to float32; if a is below
+    `TINY`, it is 7, and 0 replaces a. `x`: float32, shape (n,); `out`: output tensors for both.
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    given: Sequence[Tensor | None] = (None, None) if out is None else out
-    words = output(given[0], torch.int32, packing.packed_words(n, BITS), x.device)
-    scales = output(given[1], torch.float32, m, x.device)
+    slots: Sequence[Tensor | None] = (None, None) if out is None else out
+    words = output(slots[0], torch.int32, packing.packed_words(n, BITS), x.device)
+    scales = output(slots[1], torch.float32, m, x.device)
     _encode(x.device, x=x, segments=segments, words=words, scales=scales)
     return words, scales
 
 
 @operation(_fault)
 def _decode(words: Tensor, scales: Tensor, segments: Segments, name: str, out: Tensor) -> None:
-    given = {"name": name}
+    arguments = {"name": name}
     if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
-        raise _fault(1, given)
+        raise _fault(1, arguments)
     codes = packing.unpack(words, BITS, segments.numel)
     if codes.numel() and int(codes.amax()) > 2 * TOP:
-        raise _fault(2, given)
-    # By a tensor: a device may turn the division by a number into a product.
+        raise _fault(2, arguments)
+    # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     values = codes.sub_(TOP).float().div_(torch.tensor(float(TOP), device=codes.device))
     for which, rows in segments.views(values):
         if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-            raise _fault(3, given)
+            raise _fault(3, arguments)
     rotate(scale_(values, scales, segments), segments, out=out)
 
 
@@ -126,12 +126,11 @@ def decode(
 ) -> Tensor:
     """Return H y of each segment, y = (code - 7) / 7 * scale, float32, shape (n,).
 
-    `words`, `scales`: as `encode` returns them. `out`: where to write; its content is undefined
-    after an error.
+    `words`, `scales`: as `encode` returns them. `out`: the output tensor, undefined after an error.
 
     Raises:
-        PayloadError: another dtype or shape; a code is 15, a scale is negative, not finite or below
-            `TINY` but not 0, or a segment with scale 0 has codes other than 7. The message begins
+        PayloadError: wrong dtype or shape; a code is 15, a scale is negative, not finite or below
+            `TINY` but not 0, or a segment of scale 0 has codes other than 7. The message starts
             with `name`.
     """
     n, m = segments.numel, len(segments)

@@ -12,11 +12,11 @@ from gcbench.core.errors import PayloadError
 from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.means import mean_of
 
-NOT_FINITE = "a payload's values are not finite"
+NOT_FINITE = "a payload contains values that are not finite"
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{given['name']}: {NOT_FINITE}")
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{arguments['name']}: {NOT_FINITE}")
 
 
 @operation()
@@ -28,8 +28,8 @@ def _encode(x: Tensor, n: int, brain: bool, out: Tensor) -> None:
 def encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
     """Return `x`, float32, shape (n,), clipped to the largest value of `dtype` and rounded to it.
 
-    `dtype`: torch.float16 or torch.bfloat16. Ties go to even, denormals are kept. `out`: where to
-    write.
+    `dtype`: torch.float16 or torch.bfloat16. Ties go to even, denormals are kept. `out`: the output
+    tensor.
     """
     n = x.numel()
     x, out = vector(x, torch.float32, n), output(out, dtype, n, x.device)
@@ -38,10 +38,10 @@ def encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tenso
 
 
 def decode(codes: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
-    """Return float16 or bfloat16 `codes`, shape (n,), as float32. `out`: where to write.
+    """Return float16 or bfloat16 `codes`, shape (n,), as float32. `out`: the output tensor.
 
     Raises:
-        PayloadError: a value is not finite; the message begins with `name`.
+        PayloadError: a value is not finite; the message starts with `name`.
     """
     return mean([(codes, 1)], name, out=out)
 
@@ -56,8 +56,8 @@ def _mean(
     name: str,
     out: Tensor,
 ) -> None:
-    values = [own.float() for own in codes]
-    if not all(own.isfinite().all() for own in values):
+    values = [value.float() for value in codes]
+    if not all(value.isfinite().all() for value in values):
         raise PayloadError(f"{name}: {NOT_FINITE}")
     out.copy_(mean_of(zip(values, counts, strict=True)))
 
@@ -65,19 +65,19 @@ def _mean(
 def mean(payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | None = None) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_of`.
 
-    `payloads`: codes of one dtype, as `decode` takes them, and the number of workers whose mean
-    they encode. `out`: where to write.
+    `payloads`: per payload codes of one dtype, as for `decode`, and the number of workers whose
+    mean they encode. `out`: the output tensor.
 
     Raises:
-        PayloadError: see `decode`; or a payload has another dtype or shape than the first.
+        PayloadError: see `decode`; or dtype or shape differ between payloads.
         ValueError: there are no payloads, or the first is neither float16 nor bfloat16.
     """
     if not payloads:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     first = payloads[0][0]
     n, dtype, device = first.numel(), first.dtype, first.device
     if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"codes of {dtype}: torch.float16 or torch.bfloat16 expected")
+        raise ValueError(f"codes have dtype {dtype}: expected torch.float16 or torch.bfloat16")
     codes = [part(codes, dtype, n, name) for codes, _ in payloads]
     counts = [count for _, count in payloads]
     out = output(out, torch.float32, n, device)

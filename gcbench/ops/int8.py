@@ -17,17 +17,17 @@ from gcbench.ops.random import uniform
 from gcbench.ops.statistics import TINY, scale_
 
 TOP = 127
-"""The largest code, which stands for the block's largest magnitude."""
+"""The largest code, that of the block's largest magnitude."""
 ROUNDINGS = ("nearest", "stochastic")
 
 FAULTS = {
-    1: "a block's scale is 0, or finite and at least 2^-100",
-    2: "code -128, which is not used",
+    1: "a block's scale must be 0, or finite and at least 2^-100",
+    2: "code -128 is not used",
 }
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(FAULTS[found])
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(FAULTS[number])
 
 
 @operation()
@@ -37,8 +37,8 @@ def _encode(
     top = statistics.absmax(x, segments)
     divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
     scaled = torch.empty_like(x)
-    for (which, rows), (_, own) in zip(segments.views(x), segments.views(scaled), strict=True):
-        torch.div(rows, divisor[which].unsqueeze(1), out=own)
+    for (which, rows), (_, quotient) in zip(segments.views(x), segments.views(scaled), strict=True):
+        torch.div(rows, divisor[which].unsqueeze(1), out=quotient)
     scaled.mul_(TOP)  # the quotient first: a / a * 127 is 127, and k / 127 * 127 is k
     if not top.isfinite().all():
         scaled.nan_to_num_(nan=0.0)  # infinity over infinity
@@ -67,13 +67,13 @@ def encode(
     times floor(|y|), plus 1 iff u / 2^24 < |y| - floor(|y|), u uniform on [0, 2^24). The scale is
     a, or 0 if a is below `TINY`. All codes of a block are zero if its scale is 0 or not finite.
 
-    `x`: float32, shape (n,); `rounding`: one of `ROUNDINGS`; `out`: where to write both.
+    `x`: float32, shape (n,); `rounding`: one of `ROUNDINGS`; `out`: output tensors for both.
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    given: Sequence[Tensor | None] = (None, None) if out is None else out
-    codes = output(given[0], torch.int8, n, x.device)
-    scales = output(given[1], torch.float32, m, x.device)
+    slots: Sequence[Tensor | None] = (None, None) if out is None else out
+    codes = output(slots[0], torch.int8, n, x.device)
+    scales = output(slots[1], torch.float32, m, x.device)
     _encode(
         x.device,
         x=x,
@@ -99,7 +99,7 @@ def _decode(
         raise PayloadError(FAULTS[1])
     if codes.numel() and int(codes.amin()) < -TOP:
         raise PayloadError(FAULTS[2])
-    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
+    # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     values = codes.float().div_(torch.tensor(float(TOP), device=codes.device))
     scale_(values, scales, segments)
     out.copy_(values if onto is None else onto + values * count)
@@ -116,11 +116,11 @@ def decode(
 ) -> Tensor:
     """Return v = (code / 127) * scale, float32, shape (n,), or `onto` + `count` * v.
 
-    `codes`: int8, shape (n,); `scales`: float32, shape (m,). `out`: where to write; it may be
-    `onto`, and its content is undefined after an error.
+    `codes`: int8, shape (n,); `scales`: float32, shape (m,). `out`: the output tensor, which may be
+    `onto`; undefined after an error.
 
     Raises:
-        PayloadError: another dtype or shape; a code is -128, or a scale is negative, not finite or
+        PayloadError: wrong dtype or shape; a code is -128, or a scale is negative, not finite or
             below `TINY` but not 0.
     """
     n, m = segments.numel, len(segments)
@@ -163,15 +163,15 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
-    `payloads`: codes and scales, as `decode` takes them, and the number of workers whose mean they
-    encode. `out`: where to write.
+    `payloads`: per payload codes and scales, as for `decode`, and the number of workers whose mean
+    they encode. `out`: the output tensor.
 
     Raises:
         PayloadError: see `decode`.
-        ValueError: there is no payload.
+        ValueError: there are no payloads.
     """
     if not payloads:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     n, m = segments.numel, len(segments)
     codes = [part(codes, torch.int8, n, "codes") for codes, _, _ in payloads]
     scales = [part(scales, torch.float32, m, "scales") for _, scales, _ in payloads]

@@ -27,12 +27,12 @@ FAULTS = {
 }
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(FAULTS[found])
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(FAULTS[number])
 
 
 def bits(levels: int) -> int:
-    """Return the bits of a code in the fixed coding, which has 2 levels + 1 symbols."""
+    """Return the bits per code of the fixed coding, which has 2 levels + 1 symbols."""
     return (2 * levels).bit_length()
 
 
@@ -42,12 +42,12 @@ def bits(levels: int) -> int:
 @operation()
 def _norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -> None:
     if two:
-        # Rounding is monotone, so the root is never below the largest element.
+        # Rounding is monotonic, so the root is never below the largest element.
         roots = statistics.moments(x, segments)[1].sqrt_()
-        found = torch.where(roots.isinf(), roots, roots.clamp(max=FLOAT_MAX)).float()
+        result = torch.where(roots.isinf(), roots, roots.clamp(max=FLOAT_MAX)).float()
     else:
-        found = statistics.absmax(x, segments)
-    out.copy_(torch.where(found < TINY * levels, 0.0, found))
+        result = statistics.absmax(x, segments)
+    out.copy_(torch.where(result < TINY * levels, 0.0, result))
 
 
 def norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
@@ -76,14 +76,14 @@ def _codes(
     x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key, out: Tensor
 ) -> None:
     divisor = x.new_tensor(float(levels))
-    safe = torch.where(norms == 0, 1.0, norms)  # with 1 for the norm, such small values have code 0
+    safe = torch.where(norms == 0, 1.0, norms)  # with norm 1, values this small have code 0
     finite = bool(norms.isfinite().all())
     for start in range(0, x.numel(), BLOCK):
         stop = min(start + BLOCK, x.numel())
         part, which = segments.shard(start, stop)
         norm = scale_(x.new_ones(stop - start), safe[which.start : which.stop], part)
         size = x[start:stop].abs()
-        # The 2^-20 exceeds all rounding errors, so the code is never too high, and at most 1 low.
+        # 2^-20 exceeds all rounding errors, so the code is never too high, and at most 1 too low.
         code = (size / norm).mul_(levels * (1 - 2.0**-20)).floor_()
         code += _levels(code + 1, divisor, norm) <= size
         below = _levels(code, divisor, norm)
@@ -109,13 +109,13 @@ def codes(
 
     Let l be the highest level that is not above |x|, and g the distance to the next level. The code
     is that of the next level iff (u + 1/2) * g / 2^24 <= |x| - l, u uniform on [0, 2^24), with the
-    sign of x. So the decoded value has the mean x to within 2^-23 g. With one level this is the
-    rule of ternary codes.
+    sign of x. The decoded value has the mean x to within 2^-23 g. With one level this is the rule
+    of ternary codes.
 
     `x`: float32, shape (n,). `norms`: float32, shape (m,), as `norms` returns them: at least max
-    |x| of the segment and at least TINY * levels, so that no product is denormal; or 0, if all |x|
-    are below that, and then all codes are zero. `levels`: 1 to 2^15 - 1. In a segment whose norm is
-    not finite all codes are zero.
+    |x| of the segment and at least TINY * levels, so that products are not denormal; or 0, if all
+    |x| are smaller, and then all codes are zero. `levels`: 1 to 2^15 - 1. All codes of a segment
+    with a non-finite norm are zero.
     """
     n = segments.numel
     x, norms = vector(x, torch.float32, n), vector(norms, torch.float32, len(segments), "norms")
@@ -180,7 +180,7 @@ def encode(
 ) -> Tensor:
     """Return the int32 words of x's codes: `codes`, then `pack`.
 
-    `out`: where to write them, of that length, which depends on x unless the coding is "fixed".
+    `out`: the output tensor, whose length depends on x unless the coding is "fixed".
     """
     if coding != "fixed":
         words = pack(codes(x, norms, levels, segments, key), levels, coding)
@@ -216,16 +216,16 @@ def encode_max(
 ) -> tuple[Tensor, Tensor]:
     """Return int32 words of the fixed coding, and the norms "max", float32, shape (m,).
 
-    They are those of `norms`, then `encode`; a kernel may read x once for both. `x`: float32, shape
-    (n,). `levels`: 1 to 2^15 - 1. `out`: where to write the words.
+    Equivalent to `norms`, then `encode`; a kernel may read x once for both. `x`: float32, shape
+    (n,). `levels`: 1 to 2^15 - 1. `out`: the output tensor of the words.
     """
     n, width = segments.numel, bits(levels)
     x = vector(x, torch.float32, n)
     out = output(out, torch.int32, packed_words(n, width), x.device)
-    found = output(None, torch.float32, len(segments), x.device)
+    norms = output(None, torch.float32, len(segments), x.device)
     code = {"levels": levels, "bits": width, "segments": segments, "key": key}
-    _encode_max(x.device, x=x, **code, norms=found, out=out)
-    return out, found
+    _encode_max(x.device, x=x, **code, norms=norms, out=out)
+    return out, norms
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def encode_max(
 def _parts(
     words: Tensor, norms: Tensor, levels: int, coding: str, segments: Segments
 ) -> tuple[Tensor, int, Tensor]:
-    """Return packed codes, their bits and the norms; of a bit stream the codes, int32, and 0 bits.
+    """Return packed codes, their bits, and norms; for a bit stream the int32 codes and 0 bits.
 
     Raises:
-        PayloadError: norms or words have another dtype or shape, or the stream is not valid.
+        PayloadError: norms or words have the wrong dtype or shape, or the stream is invalid.
     """
     n, width = segments.numel, bits(levels)
     norms = part(norms, torch.float32, len(segments), "norms")
@@ -254,23 +254,23 @@ def _checked(
 ) -> Tensor:
     if not (((norms == 0) | (norms >= TINY * levels)) & norms.isfinite()).all():
         raise PayloadError(FAULTS[1])
-    found = packing.unpack(words, width, segments.numel).sub_(levels) if width else words
-    tops = statistics.absmax(found.float(), segments)
+    symbols = packing.unpack(words, width, segments.numel).sub_(levels) if width else words
+    tops = statistics.absmax(symbols.float(), segments)
     most = levels * (norms > 0)
     if (tops != most if exact else tops > most).any():
         raise PayloadError(FAULTS[2])
-    return found
+    return symbols
 
 
 def unpack(
     words: Tensor, norms: Tensor, norm: str, levels: int, coding: str, segments: Segments
 ) -> Tensor:
-    """Return the codes in a payload's words, int32, shape (n,), and check that they fit its norms.
+    """Return the codes in a payload's words, int32, shape (n,), checked against its norms.
 
     Raises:
-        PayloadError: the words are no codes in [-levels, levels]; a norm is negative, not finite or
-            too small for `norms`; a segment of norm 0 has a code other than 0; or with norm="max",
-            no code of a segment reaches the norm.
+        PayloadError: the words do not encode codes in [-levels, levels]; a norm is negative, not
+            finite or too small for `norms`; a segment of norm 0 has a nonzero code; or with
+            norm="max", no code of a segment reaches the norm.
     """
     words, width, norms = _parts(words, norms, levels, coding, segments)
     return _checked(words, width, norms, norm == "max", levels, segments)
@@ -288,8 +288,8 @@ def _decode(
     count: float,
     out: Tensor,
 ) -> None:
-    found = values(_checked(words, bits, norms, exact, levels, segments), norms, levels, segments)
-    out.copy_(found if onto is None else onto + found * count)
+    decoded = values(_checked(words, bits, norms, exact, levels, segments), norms, levels, segments)
+    out.copy_(decoded if onto is None else onto + decoded * count)
 
 
 def decode(
@@ -306,8 +306,8 @@ def decode(
 ) -> Tensor:
     """Return v, the values of a payload's codes, float32, shape (n,), or `onto` + `count` * v.
 
-    It is `unpack`, then `values`. `out`: where to write; it may be `onto`, and its content is
-    undefined after an error.
+    Equivalent to `unpack`, then `values`. `out`: the output tensor, which may be `onto`; undefined
+    after an error.
 
     Raises:
         PayloadError: see `unpack`.
@@ -384,18 +384,18 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
-    `payloads`: words and norms, as `decode` takes them, and the number of workers whose mean they
-    encode. `out`: where to write.
+    `payloads`: per payload words and norms, as for `decode`, and the number of workers whose mean
+    they encode. `out`: the output tensor.
 
     Raises:
         PayloadError: see `unpack`.
-        ValueError: there is no payload.
+        ValueError: there are no payloads.
     """
     if not payloads:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     counts, device = [count for *_, count in payloads], payloads[0][1].device
     out = output(out, torch.float32, segments.numel, device)
-    if coding != "fixed":  # bit streams are read and added one after the other
+    if coding != "fixed":  # bit streams are decoded one by one
         words = [words for words, *_ in payloads]
         norms = [norms for _, norms, _ in payloads]
         _one_by_one(words, norms, counts, norm, levels, coding, segments, out)

@@ -1,6 +1,6 @@
-"""Matrices of low rank: products of a few vectors, and orthonormal vectors.
+"""Low-rank matrices: products of factors, and orthonormalization.
 
-The same bits come out wherever the same bits come in: sums have a stated order.
+Equal inputs give equal bits on every machine, because sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _product(left: Tensor, right: Tensor, rank: int, rows: int, columns: int, ou
 
 
 def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return left^T right, float32, shape (n m,), limited to the finite floats.
+    """Return left^T right, float32, shape (n m,), clamped to the finite floats.
 
-    `left`: float32, shape (r, n), `right`: shape (r, m), r at least 1; the r products of an element
-    are added one after the other. `out`: where to write.
+    `left`: float32, shape (r, n), `right`: shape (r, m), r at least 1; the r products of each
+    element are added in order. `out`: the output tensor.
     """
     (rank, rows), columns = left.shape, right.shape[1]
     left = vector(left, torch.float32, rank * rows, "left")
@@ -43,16 +43,15 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
 # ---- orthonormal vectors -------------------------------------------------------------------------
 
 COLLAPSED = 2.0**-80
-"""A vector counts as dependent on the earlier ones if at most this share of its squared norm is
-left without its projections on them. The vectors come in float32, so a smaller rest is float64's
-rounding."""
+"""A vector counts as linearly dependent if at most this fraction of its squared norm remains after
+subtracting its projections on the earlier vectors. Inputs are float32, so a smaller rest is
+rounding error of float64."""
 
 
 def _dots(rows: Tensor, vector: Tensor) -> list[float]:
     """Return the product of each row, (k, n), with `vector`, (n,), float64.
 
-    The second half of the terms is added to the first until one is left: an order that depends on
-    neither machine nor thread count.
+    Terms are summed by halving, an order that depends on neither machine nor thread count.
     """
     terms = rows * vector
     width = 1 << max(0, terms.shape[1] - 1).bit_length()
@@ -73,10 +72,10 @@ def _subtract(vector: Tensor, basis: Tensor, shares: list[float]) -> Tensor:
 @operation()
 def _orthonormalize(vectors: Tensor, r: int, n: int, collapsed: float, out: Tensor) -> None:
     basis = torch.empty((r, n), dtype=torch.float64, device=vectors.device)
-    for j, given in enumerate(vectors.double()):
+    for j, source in enumerate(vectors.double()):
         done = basis[:j]
         for attempt in itertools.count():
-            row = normal(Key(0, 0, attempt), n, vectors.device).double() if attempt else given
+            row = normal(Key(0, 0, attempt), n, vectors.device).double() if attempt else source
             *shares, energy = _dots(torch.cat([done, row[None]]), row)
             rest, left = row, energy
             if j:
@@ -92,20 +91,20 @@ def _orthonormalize(vectors: Tensor, r: int, n: int, collapsed: float, out: Tens
 def orthonormalize(vectors: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return orthonormal rows, float32, shape (r, n), r <= n, that span the rows of `vectors`.
 
-    Gram-Schmidt in float64 with sums in a fixed order. Projections are subtracted twice, as the
-    second pass removes what rounding left after the first. A row that is zero, in the span of the
-    rows before it, or not finite is replaced by normal draws with a fixed key, made orthogonal to
-    those rows, so the result always has rank r and no NaN. `out`: where to write.
+    Gram-Schmidt in float64 with sums in a fixed order. Projections are subtracted twice; the second
+    pass removes rounding errors of the first. A row that is zero, in the span of the previous rows,
+    or not finite is replaced by orthogonalized normal draws with a fixed key, so the result always
+    has rank r and no NaN. `out`: the output tensor.
 
     Raises:
-        ValueError: more rows than elements in a row.
+        ValueError: r > n.
     """
     r, n = vectors.shape
     if r > n:
         raise ValueError(f"{r} vectors of {n} elements cannot be orthonormal")
     vectors = vector(vectors, torch.float32, r * n, "vectors")
     out = output(out, torch.float32, r * n, vectors.device).view(r, n)
-    given = {"vectors": vectors, "r": r, "n": n, "collapsed": COLLAPSED, "out": out}
-    if _orthonormalize(vectors.device, **given):  # a kernel does not draw
-        _orthonormalize.definition(**given)
+    arguments = {"vectors": vectors, "r": r, "n": n, "collapsed": COLLAPSED, "out": out}
+    if _orthonormalize(vectors.device, **arguments):  # kernels do not draw random rows
+        _orthonormalize.definition(**arguments)
     return out

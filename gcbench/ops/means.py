@@ -1,4 +1,4 @@
-"""Means over workers, one payload after the other: all kernels keep this order of additions."""
+"""Means over workers, added payload by payload: the order of additions of all kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 def mean_of(decoded: Iterable[tuple[Tensor, int]]) -> Tensor:
     """Return the mean over all workers, float32, shape (n,).
 
-    `decoded`: for each payload its decoding, which is a mean over its workers, float32, shape (n,),
-    and their number. Decodings are multiplied by these numbers and added in this order, and the sum
-    is divided by the number of all workers.
+    `decoded`: per payload its decoded mean over its workers, float32, shape (n,), and their number.
+    Decoded tensors are multiplied by these numbers and added in order; the sum is divided by the
+    number of all workers.
 
     Raises:
         ValueError: there are no payloads.
@@ -23,16 +23,16 @@ def mean_of(decoded: Iterable[tuple[Tensor, int]]) -> Tensor:
         total = values * count if total is None else total.add_(values * count)
         workers += count
     if total is None:
-        raise ValueError("the mean of no payloads: one at least expected")
-    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
+        raise ValueError("mean needs at least one payload")
+    # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     return total.div_(total.new_tensor(float(workers)))
 
 
 def mean_onto(decode: Callable[[int, Tensor | None], Tensor], counts: Sequence[int]) -> Tensor:
-    """Return the bits of `mean_of` by an operation that decodes and adds in one pass.
+    """Like `mean_of`, with an operation that decodes and adds in one pass.
 
-    `decode(i, None)` returns the decoding of payload i in a new tensor, which becomes the total;
-    `decode(i, total)` adds counts[i] times the decoding to `total`.
+    `decode(i, None)` decodes payload i to a new tensor, the total; `decode(i, total)` adds
+    counts[i] times the decoded payload to `total`.
     """
     total = decode(0, None).mul_(counts[0])
     for i in range(1, len(counts)):

@@ -1,8 +1,8 @@
 """The native CPU kernels: the shared library, and a table that maps operations to C functions.
 
-The library is built from `cuda/*.cpp` when the package is installed, once for each instruction set
-(ISA). The best one that the processor has is loaded, or the one that `GCBENCH_ISA` names. It is
-called by ctypes and does not use Python's C API, so one build works for every version of Python.
+The library is built from `cuda/*.cpp` when the package is installed, once per instruction set
+(ISA). The best ISA of the processor is loaded, or the one in `GCBENCH_ISA`. ctypes calls it without
+Python's C API, so one build works for every version of Python.
 
 To add a kernel: write it in `cuda/<family>.cpp` (over `cuda/loops.hpp` and the element codecs in
 `cuda/<family>.cuh`) with `GC_CALLED` after its C function, add its row to `ROWS`, and its inputs to
@@ -86,7 +86,7 @@ ROWS = {
     "sign.vote": (
         "gc_sign_vote words counts bits #words voters n width quorum toss key out threads"
     ),
-    "spectrum.mean": "gc_spectrum_mean values kept totals weights #values out bins threads",
+    "spectrum.mean": "gc_spectrum_mean values indices totals weights #values out bins threads",
     "spectrum.restored": "gc_spectrum_restored x unit table m places out threads",
     "spectrum.scaled": "gc_spectrum_scaled x table m peak tiny half places unit out threads",
     "spectrum.unscaled": "gc_spectrum_unscaled bins unit table m places out energy threads",
@@ -98,19 +98,19 @@ ROWS = {
     "ternary.scales": "gc_ternary_scales x table m clip at_limit limit scale threads",
     "transform.fold": "gc_spectrum_fold waves factors scale h inverse out threads",
 }
-"""For each operation the C function, and its arguments by their names in the operation.
+"""The C function of each operation, and its arguments by their names in the operation.
 
-`n`, `m` and `table` are taken from `segments` if the operation has no such argument. A key is
-passed as four numbers. `#name` is the length of the argument `name`, `threads` the number of
-torch's threads, and `nothing` a null pointer.
+`n`, `m` and `table` come from `segments` if the operation has no such argument. A key is passed as
+four numbers. `#name` is the length of the argument `name`, `threads` the number of torch's threads,
+and `nothing` a null pointer.
 """
 
 ISAS = ("baseline", "avx2", "avx512")
-"""Instruction sets, each containing the one before; processors other than x86-64 have the first."""
+"""Instruction sets, each a superset of the previous; non-x86-64 processors have only the first."""
 FOLDER = Path(gcbench.__file__).parent / "_native"
-REBUILD = "pip install again (`pip install -e .` in a checkout) with a C++ compiler at hand"
+REBUILD = "reinstall gcbench (`pip install -e .` in a checkout) with a C++ compiler available"
 NO_MEMORY = -(2**63)
-"""What a C function returns if it cannot allocate its intermediate results."""
+"""Return value of a C function that cannot allocate its intermediate results."""
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -126,27 +126,27 @@ _CTYPES: dict[str, Any] = {
 
 
 class Function(NamedTuple):
-    """A C function, and the types of its arguments as letters, which cuda/called.hpp defines."""
+    """A C function, and the types of its arguments as letters defined in cuda/called.hpp."""
 
     name: str
     call: Any
     kinds: tuple[str, ...]
 
     def __call__(self, *values: Any) -> int:
-        """Call the function, without the interpreter's lock, and return its result.
+        """Call the function without the interpreter's lock and return its result.
 
-        `values`: numbers; for a pointer a tensor (its dtype and size are not checked), a sequence
-        of tensors or of numbers, an address, bytes, or None.
+        `values`: numbers; or for a pointer a tensor (its dtype and size are not checked), a
+        sequence of tensors or of numbers, an address, bytes, or None.
 
         Raises:
             MemoryError: the function cannot allocate its intermediate results.
-            TypeError: too few or too many arguments, or one is of another type.
+            TypeError: the number or type of the arguments is wrong.
         """
-        kept = []
-        given: list[Any] = []
+        columns = []
+        converted: list[Any] = []
         for value, kind in zip(values, self.kinds, strict=True):
             if isinstance(value, Tensor):
-                given.append(value.data_ptr())
+                converted.append(value.data_ptr())
             elif isinstance(value, list | tuple):
                 if kind == "*P":
                     column = array("Q", [tensor.data_ptr() for tensor in value])
@@ -154,17 +154,17 @@ class Function(NamedTuple):
                     column = array(kind[1], chain.from_iterable(value))
                 else:
                     column = array(kind[1], value)
-                kept.append(column)
-                given.append(column.buffer_info()[0])
+                columns.append(column)
+                converted.append(column.buffer_info()[0])
             else:
-                given.append(value)
-        found: int = self.call(*given)
-        if found == NO_MEMORY:
+                converted.append(value)
+        result: int = self.call(*converted)
+        if result == NO_MEMORY:
             raise MemoryError(
                 f"{self.name} cannot allocate its intermediate results: free memory, or pass "
                 "smaller tensors"
             )
-        return found
+        return result
 
 
 class Library:
@@ -175,7 +175,7 @@ class Library:
         self.functions: dict[str, Function] = {}
 
     def load(self, isa: str) -> None:
-        """Load this instruction set's library, and use its functions from now on."""
+        """Load the library of this instruction set."""
         library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
         library.gc_functions.restype = ctypes.c_char_p
         functions = {}
@@ -193,26 +193,26 @@ library = Library()
 
 
 class Missing(GcbenchError):
-    """There is no usable native library; the message says why."""
+    """There is no usable native library; the message states the reason."""
 
 
 def isas() -> tuple[str, ...]:
-    """Return the instruction sets that were built and that this processor has, in `ISAS`' order.
+    """Return the instruction sets that were built and that this processor has, as in `ISAS`.
 
     Raises:
-        Missing: there are none, or they were built from other sources than the installed ones.
+        Missing: there are none, or they were built from sources other than the installed ones.
     """
     base = FOLDER / "baseline.so"
     if not base.exists():
-        raise Missing(f"it was not built; {REBUILD}")
+        raise Missing(f"the library was not built; {REBUILD}")
     try:
-        found = ctypes.CDLL(str(base))
+        base_library = ctypes.CDLL(str(base))
     except OSError as error:
-        raise Missing(f"it does not load: {error}; {REBUILD}") from None
-    found.gc_sources.restype = ctypes.c_char_p
-    if found.gc_sources().decode() != sources.digest(".cpp", ".hpp", ".cuh"):
-        raise Missing(f"it was built from other sources than these; {REBUILD}")
-    usable = ISAS[: 1 + found.gc_level()]
+        raise Missing(f"the library cannot be loaded: {error}; {REBUILD}") from None
+    base_library.gc_sources.restype = ctypes.c_char_p
+    if base_library.gc_sources().decode() != sources.digest(".cpp", ".hpp", ".cuh"):
+        raise Missing(f"the library was built from other sources; {REBUILD}")
+    usable = ISAS[: 1 + base_library.gc_level()]
     return tuple(isa for isa in usable if (FOLDER / f"{isa}.so").exists())
 
 
@@ -220,12 +220,12 @@ def best() -> str:
     """Return the instruction set to use: the last of `isas()`, or the one in GCBENCH_ISA.
 
     Raises:
-        Missing: there are none, or not the one in GCBENCH_ISA.
+        Missing: there are none, or the one in GCBENCH_ISA is not among them.
     """
-    found = isas()
-    isa = os.environ.get("GCBENCH_ISA") or found[-1]
-    if isa not in found:
-        raise Missing(f"GCBENCH_ISA={isa}: this machine has {', '.join(found)}")
+    available = isas()
+    isa = os.environ.get("GCBENCH_ISA") or available[-1]
+    if isa not in available:
+        raise Missing(f"GCBENCH_ISA={isa}: this machine has {', '.join(available)}")
     return isa
 
 
@@ -233,7 +233,7 @@ _status: tuple[bool, str] | None = None
 
 
 def status() -> tuple[bool, str]:
-    """Load the kernels if possible; return whether it was, and what they are or why not."""
+    """Load the kernels; return whether that succeeded, and a description or the reason."""
     global _status
     if _status is None:
         try:
@@ -246,7 +246,7 @@ def status() -> tuple[bool, str]:
 
 @contextmanager
 def using_isa(isa: str) -> Iterator[None]:
-    """Use another instruction set's library inside a with statement."""
+    """Use another instruction set inside a with block."""
     before = library.isa
     library.load(isa)
     try:
@@ -259,34 +259,34 @@ def using_isa(isa: str) -> Iterator[None]:
 
 
 def _row(text: str) -> Kernel:
-    """Return the kernel for an entry of `ROWS`: it takes the operation's arguments by name."""
-    name, *words = text.split()
+    """Return the kernel for an entry of `ROWS`; it receives the operation's arguments by name."""
+    name, *names = text.split()
 
-    def kernel(**given: Any) -> int:
-        segments = given.get("segments")
+    def kernel(**arguments: Any) -> int:
+        segments = arguments.get("segments")
         values: list[Any] = []
-        for word in words:
-            if word in given:
-                value = given[word]
+        for argument in names:
+            if argument in arguments:
+                value = arguments[argument]
                 if isinstance(value, Key):
                     (low, high), step, who = value.words()
                     values += (high << 32 | low, value.offset, step, who)
                 else:
                     values.append(value)
-            elif word == "threads":
+            elif argument == "threads":
                 values.append(torch.get_num_threads())
-            elif word == "nothing":
+            elif argument == "nothing":
                 values.append(None)
-            elif word[0] == "#":
-                values.append(len(given[word[1:]]))
+            elif argument[0] == "#":
+                values.append(len(arguments[argument[1:]]))
             elif segments is None:
-                raise TypeError(f"{name}: no argument {word} among {', '.join(given)}")
-            elif word == "n":
+                raise TypeError(f"{name}: no argument {argument} among {', '.join(arguments)}")
+            elif argument == "n":
                 values.append(segments.numel)
-            elif word == "m":
+            elif argument == "m":
                 values.append(len(segments))
             else:
-                assert word == "table", word
+                assert argument == "table", argument
                 values.append(segments.table)
         return library.functions[name](*values)
 
@@ -294,4 +294,4 @@ def _row(text: str) -> Kernel:
 
 
 KERNELS = {operation: _row(text) for operation, text in ROWS.items()}
-"""The kernels by the name of their operation."""
+"""The kernels by name of the operation."""

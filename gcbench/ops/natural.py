@@ -18,13 +18,13 @@ from gcbench.ops.random import draws24
 
 BITS = 9
 TOP = 254
-"""The exponent field of 2^127; 255 stands for infinity and NaN."""
+"""The exponent field of 2^127; 255 is infinity and NaN."""
 
-BAD_CODE = "a code of infinity, of NaN or of a negative zero"
+BAD_CODE = "a code is infinity, NaN or negative zero"
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{given['name']}: {BAD_CODE}")
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{arguments['name']}: {BAD_CODE}")
 
 
 def power(exponent: Tensor) -> Tensor:
@@ -45,11 +45,10 @@ def _encode(x: Tensor, n: int, key: Key, out: Tensor) -> None:
 def encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
     """Round each element at random to a power of two; pack sign and exponent in 9 bits, int32.
 
-    The exponent is the next larger one iff u < 2 f, u uniform on [0, 2^24) and f the 23 bits of the
-    fraction as an integer, and else the float's own; it is at most that of 2^127. Denormals become
-    0, whose sign bit is 0.
+    The exponent is incremented iff u < 2 f, u uniform on [0, 2^24) and f the 23 bits of the
+    fraction as an integer; it is at most that of 2^127. Denormals become 0, with sign bit 0.
 
-    `x`: float32, shape (n,). `out`: where to write.
+    `x`: float32, shape (n,). `out`: the output tensor.
     """
     n = x.numel()
     x = vector(x, torch.float32, n)
@@ -59,10 +58,10 @@ def encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
 
 
 def decode(words: Tensor, n: int, name: str, *, out: Tensor | None = None) -> Tensor:
-    """Return the values of `n` packed codes, float32, shape (n,). `out`: where to write.
+    """Return the values of `n` packed codes, float32, shape (n,). `out`: the output tensor.
 
     Raises:
-        PayloadError: another number of words, or a code that no encoder sends; the message begins
+        PayloadError: the wrong number of words, or a code that no encoder sends; the message starts
             with `name`.
     """
     return mean([(words, 1)], n, name, out=out)
@@ -81,7 +80,7 @@ def _values(words: Tensor, n: int, name: str) -> Tensor:
 def _mean(
     words: Sequence[Tensor], counts: Sequence[int], workers: int, n: int, name: str, out: Tensor
 ) -> None:
-    values = (_values(own, n, name) for own in words)
+    values = (_values(packed, n, name) for packed in words)
     out.copy_(mean_of(zip(values, counts, strict=True)))
 
 
@@ -90,18 +89,19 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_of`.
 
-    `payloads`: words, as `decode` takes them, and the number of workers whose mean they encode.
-    `out`: where to write.
+    `payloads`: per payload words, as for `decode`, and the number of workers whose mean they
+    encode. `out`: the output tensor.
 
     Raises:
         PayloadError: see `decode`.
-        ValueError: there is no payload.
+        ValueError: there are no payloads.
     """
     if not payloads:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     size, device = packed_words(n, BITS), payloads[0][0].device
     words = [
-        part(own, torch.int32, size, f"{name}: {n} codes of {BITS} bits") for own, _ in payloads
+        part(packed, torch.int32, size, f"{name}: {n} codes of {BITS} bits")
+        for packed, _ in payloads
     ]
     counts = [count for _, count in payloads]
     out = output(out, torch.float32, n, device)

@@ -1,10 +1,9 @@
-"""Counter-based random numbers: a draw is a function of its key and its element's index alone.
+"""Counter-based random numbers: a draw is a function of its key and the element's index.
 
 Layout of the draws. Element e of a bucket belongs to lane l = e % 32, row j = (e % 1024) // 32 of
-tile e // 1024. Each lane of a tile has two Philox blocks of 16 bytes, each for 16 rows: row j takes
+tile e // 1024. Each lane of a tile has two Philox blocks of 16 bytes, each for 16 rows: row j uses
 the 24 bits that start at byte j % 16 (cyclic) of block j // 16. Every draw is exactly uniform on 24
-bits. Neighbouring rows of a lane share two bytes, so their draws have a correlation of at most
-0.004.
+bits. Adjacent rows of a lane share two bytes, so their draws have a correlation of at most 0.004.
 """
 
 from __future__ import annotations
@@ -75,13 +74,13 @@ def draws24(
 ) -> Tensor:
     """Return integers uniform on [0, 2^24), int32, shape (n,), for elements key.offset + [0, n).
 
-    `out`: where to write, instead of a new tensor on `device`.
+    `out`: the output tensor, instead of a new one on `device`.
 
     Raises:
         ValueError: step, rank or stream of the key out of range.
     """
     key.words()
-    # The tensor gives the device its index: "cuda" becomes "cuda:0".
+    # A tensor's device has an index: "cuda" becomes "cuda:0".
     where = torch.empty(0, device=device).device if out is None else out.device
     out = output(out, torch.int32, n, where)
     if n:

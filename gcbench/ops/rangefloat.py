@@ -1,4 +1,4 @@
-"""The range-based float of Wang et al. 2020: N-bit floats whose codes all lie in the group's range.
+"""The range-based float of Wang et al. 2020: N-bit floats whose codes cover the group's range.
 
 u(a) = round(float_bits(a) / 2^(23 - m)) rounds a magnitude a to its exponent and m bits of
 mantissa, as an integer. u is monotone, and an increment of u is a step of relative size 2^-m or
@@ -10,17 +10,17 @@ value with u = base.
 Let A = u(max) + 1, or 1 if there are no positive values, B = u(-min) + 1, or 1 if there are no
 negative ones, and M = 2^N - 1. Then
     base = max(1, A - M, B - M, ceil((A + B - M) / 2)),  P = min(max(A - base, 0), M)
-is the smallest base whose codes reach from min to max. The last term is the usual one. It is
-rounded up: rounded down, every second range would lack one code, and min would saturate. A - M and
-B - M are for ranges that lie almost entirely on one side of zero. base = 1 means that the codes
-reach down to the smallest denormals; some codes may then be unused.
+is the smallest base whose codes cover min to max. The last term is the usual one. It is rounded up;
+rounded down, every second range would lack one code, and min would saturate. A - M and B - M are
+for ranges almost entirely on one side of zero. base = 1 means that the codes include the smallest
+denormals; some codes may then be unused.
 
 Error: |q(x) - x| <= |x| 2^-(m+1) for |x| >= eps, if eps is a normal float. Below eps it is at most
 |x|: x is rounded to the nearer of 0 and eps (to 0 if its sign has no codes). Values outside
 [min, max], rounded, saturate, and so do those that would round up to infinity.
-On the wire: codes of N bits, and for each group one int32, base * 2^N + P.
-Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681. The paper finds eps by iteration from
-.002; the closed form is its limit (tests/ops/test_rangefloat.py::test_iteration).
+Wire: codes of N bits, and per group one int32, base * 2^N + P.
+Source: Wang et al., HPDC 2020, doi:10.1145/3369583.3392681. The paper computes eps by iteration
+from .002; the closed form is its limit (tests/ops/test_rangefloat.py::test_iteration).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from gcbench.ops.dispatch import operation, output, vector
 from gcbench.ops.packing import packed_words
 
 BITS = 16
-"""The most bits of a code, which are the most that `packing.pack` takes."""
+"""Maximum bits per code, that of `packing.pack`."""
 WIRE = 23
-"""The most bits of code and mantissa together, as a grid's 8 + m + N bits must fit an int32."""
+"""Maximum bits of code and mantissa together: a grid's 8 + m + N bits must fit in an int32."""
 
 Groups = Sequence[tuple[int, int]]
-"""Consecutive groups of values, as (number of groups, values of each); none is empty."""
+"""Consecutive nonempty groups of values, as (number of groups, values per group)."""
 
 
 def check(bits: int, mantissa: int) -> None:
@@ -53,8 +53,8 @@ def check(bits: int, mantissa: int) -> None:
     """
     if not (2 <= bits <= BITS and mantissa >= 0 and bits + mantissa <= WIRE):
         raise ValueError(
-            f"bits={bits}, mantissa={mantissa}: 2 to {BITS} bits, a mantissa of at least 0 "
-            f"and at most {WIRE} together allowed"
+            f"bits={bits}, mantissa={mantissa}: expected 2 to {BITS} bits, a mantissa of at least "
+            f"0, and at most {WIRE} together"
         )
 
 
@@ -71,7 +71,7 @@ def _values(steps: Tensor, mantissa: int) -> Tensor:
 
 
 def grid_of(low: Tensor, high: Tensor, bits: int, mantissa: int) -> Tensor:
-    """Return the grid of each group as it is sent, int32: base * 2^bits + P.
+    """Return the encoded grid of each group, int32: base * 2^bits + P.
 
     `low`, `high`: smallest and largest value of each group, float32, of one shape. An infinity
     counts as the largest float of its sign.
@@ -91,7 +91,7 @@ def valid(grid: Tensor, bits: int, mantissa: int) -> Tensor:
 
 
 def eps(grid: Tensor, bits: int, mantissa: int) -> Tensor:
-    """Return the smallest magnitude of each group's grid, float32."""
+    """Return the smallest positive magnitude of each group's grid, float32."""
     return _values(grid >> bits, mantissa)
 
 
@@ -103,7 +103,7 @@ def encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
     base, positive = grid >> bits, grid & ((1 << bits) - 1)
     negative = torch.signbit(values)
     code = _steps(values, mantissa).sub_(base - 1)
-    # From eps / 2 on, eps is nearer than 0, even if u is below base.
+    # For magnitudes of at least eps / 2, eps is nearer than 0, even if u is below base.
     near = (values.abs() >= eps(grid, bits, mantissa) * 0.5).int()
     torch.maximum(code, near, out=code)
     top = torch.where(negative, (1 << bits) - 1 - positive, positive)
@@ -114,8 +114,8 @@ def encode(values: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
 def decode(codes: Tensor, grid: Tensor, bits: int, mantissa: int) -> Tensor:
     """Return the value of each code, float32, of the shape of `codes`.
 
-    `codes`: int32, in [0, 2^bits); `grid`: int32, broadcast against it. A code beyond the finite
-    floats, which no encoder sends, gives an infinity.
+    `codes`: int32, in [0, 2^bits); `grid`: int32, broadcast against it. Codes beyond the finite
+    floats, which no encoder sends, become infinity.
     """
     base, positive = grid >> bits, grid & ((1 << bits) - 1)
     negative = codes > positive
@@ -138,19 +138,19 @@ def grouped_grids(groups: Groups) -> int:
 
 
 def _spread(grids: Tensor, groups: Groups) -> Tensor:
-    """Return the grid of each value's group, shape (n,), from the groups' grids, shape (m,)."""
+    """Repeat the groups' grids, shape (m,), for each value, shape (n,)."""
     table = torch.tensor(list(groups), dtype=torch.int64).view(-1, 2).to(grids.device)
     rows, length = table.unbind(1)
     return grids.repeat_interleave(length.repeat_interleave(rows))
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
     reason = {
-        1: "a grid that no encoder sends",
-        2: f"a bit is set after the last of {given['n']} codes",
-        3: "a payload's values are not finite",
-    }[found]
-    return PayloadError(f"{given['name']}: {reason}")
+        1: "no encoder sends such a grid",
+        2: f"a bit is set after the last of {arguments['n']} codes",
+        3: "a payload contains values that are not finite",
+    }[number]
+    return PayloadError(f"{arguments['name']}: {reason}")
 
 
 @operation()
@@ -181,17 +181,17 @@ def pack(
     bits: int,
     mantissa: int,
     *,
-    given: Tensor | None = None,
+    fixed: Tensor | None = None,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the packed codes of `values`, int32 words, and the grid of each group, int32.
 
-    `values`: float32, not NaN, shape (n,), group after group. `given`: the grids to use, int32,
-    shape (m,), with which values may saturate; None: those of the groups' own values. `out`: where
-    to write words and grids.
+    `values`: float32, not NaN, shape (n,), group by group. `fixed`: grids to use, int32, shape
+    (m,), with which values may saturate; None: compute them from the groups' values. `out`: output
+    tensors for words and grids.
 
     Raises:
-        ValueError: `grid_of` never returns such a given grid.
+        ValueError: `fixed` contains a grid that `grid_of` never returns.
     """
     check(bits, mantissa)
     n, m = grouped_values(groups), grouped_grids(groups)
@@ -199,10 +199,10 @@ def pack(
     places: Sequence[Tensor | None] = (None, None) if out is None else out
     words = output(places[0], torch.int32, packed_words(n, bits), values.device)
     grids = output(places[1], torch.int32, m, values.device)
-    if given is not None:
-        grids.copy_(vector(given, torch.int32, m, "grids"))
+    if fixed is not None:
+        grids.copy_(vector(fixed, torch.int32, m, "grids"))
         if not valid(grids, bits, mantissa).all():
-            raise ValueError("`given` has a grid that `grid_of` never returns")
+            raise ValueError("`fixed` has a grid that `grid_of` never returns")
         packing.pack(encode(values, _spread(grids, groups), bits, mantissa), bits, out=words)
         return words, grids
     _pack(
@@ -231,15 +231,15 @@ def _unpack(
     name: str,
     out: Tensor,
 ) -> None:
-    given = {"n": n, "name": name}
+    arguments = {"n": n, "name": name}
     if not valid(grids, bits, mantissa).all():
-        raise _fault(1, given)
+        raise _fault(1, arguments)
     codes = packing.unpack(words, bits, packed_words(n, bits) // bits * 32)
     if codes[n:].any():
-        raise _fault(2, given)
+        raise _fault(2, arguments)
     values = decode(codes[:n], _spread(grids, groups), bits, mantissa)
     if not values.isfinite().all():
-        raise _fault(3, given)
+        raise _fault(3, arguments)
     out.copy_(values)
 
 
@@ -253,12 +253,12 @@ def unpack(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the values, float32, finite, shape (n,), of what `pack` returned.
+    """Decode the results of `pack` to values, float32, finite, shape (n,).
 
-    `words`, `grids`: int32, of the sizes that `pack` returns. `out`: where to write.
+    `words`, `grids`: int32, of the sizes that `pack` returns. `out`: the output tensor.
 
     Raises:
-        PayloadError: `pack` never returns such a grid, code or unused bit; the message begins with
+        PayloadError: `pack` never returns such a grid, code or unused bit; the message starts with
             `name`.
     """
     check(bits, mantissa)

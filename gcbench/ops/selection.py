@@ -1,29 +1,28 @@
-"""Operations of the sparsifiers: which elements of a segment are kept, and how they are coded.
+"""Operations of sparsifiers: selection of elements, and coding of their positions and values.
 
 A selection keeps exactly k = max(1, ceil(ratio * d)) of the d elements of each nonempty segment, so
-every size follows from the segments and the ratio, and no header is sent. Positions are indices of
-the flat tensor of n elements, strictly increasing: p_0 < p_1 < ... < p_{K-1}, K the sum of all k.
+sizes depend only on the segments and the ratio, and no header is sent. Positions are indices of the
+flat tensor of n elements, strictly increasing: p_0 < p_1 < ... < p_{K-1}, K the sum of all k.
 
 Codings of the positions:
 
-int32   each p_j as it is: 32 bits a position.
-bitmap  1 bit an element, set where it is kept, packed by `packing.pack`.
+int32   p_j: 32 bits per position.
+bitmap  1 bit per element, set if it is kept, packed by `packing.pack`.
 gaps    Elias-Fano coding: q_j = p_j - j does not decrease and is at most n - K. Its low l bits are
-        packed by `packing.pack`; the high ones are a bitmap of K + ((n - K) >> l) bits with bit
-        (q_j >> l) + j set, which is the unary code of their increments. The l that takes the fewest
-        bytes is used, about log2(ln 2 (n - K) / K). It gives l + 1 + (n - K) / (K 2^l) bits a
-        position, which is at most 2 + log2(n / K), and within 0.6 bits of the entropy of all
-        choices of K out of n if K << n. With l = 0 the coding is the bitmap.
+        packed by `packing.pack`; the high bits form a bitmap of K + ((n - K) >> l) bits with bit
+        (q_j >> l) + j set, the unary code of their increments. l minimizes the bytes and is about
+        log2(ln 2 (n - K) / K). The coding takes l + 1 + (n - K) / (K 2^l) bits per position, at
+        most 2 + log2(n / K), and within 0.6 bits of the entropy of all choices of K out of n if
+        K << n. With l = 0 it is the bitmap.
         Elias, Efficient storage and retrieval by content and address of static files, JACM 21,
         1974; Fano, On the number of bits required to implement an associative memory, MIT 1971.
 
 Codings of the values:
 
-fp32    as they are: 32 bits a value.
-fp16    rounded to the nearest, ties to even, saturating at +-65504: 16 bits a value.
+fp32    unchanged: 32 bits per value.
+fp16    rounded to nearest, ties to even, saturating at +-65504: 16 bits per value.
 range   the range float of `gcbench.ops.rangefloat` with 10 bits, 6 of them mantissa, which spans 8
-        octaves if both signs occur: 10 bits a value, and the grid, an int32, for each nonempty
-        segment.
+        octaves if both signs occur: 10 bits per value, and an int32 grid per nonempty segment.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from gcbench.ops.random import WORD, philox
 from gcbench.ops.rangefloat import Groups, grouped_grids
 
 POSITION_CODINGS = ("int32", "bitmap", "gaps")
-"""Codings of positions; of those with equal sizes "smallest" takes the first."""
+"""Codings of positions; "smallest" uses the first of those with equal sizes."""
 
 VALUE_CODINGS = ("fp32", "fp16", "range")
 """Codings of values."""
@@ -58,16 +57,16 @@ ROUNDING = 2.0**-40
 
 
 class KeptRun(NamedTuple):
-    """Neighbouring segments of one length, and how many elements of each are kept."""
+    """Adjacent segments of equal length, and the number of elements to keep in each."""
 
     start: int
     """Index of the first element in the flat tensor."""
     rows: int
     """Number of segments."""
     length: int
-    """Elements of each segment."""
+    """Elements per segment."""
     keep: int
-    """Elements kept of each segment."""
+    """Kept elements per segment."""
 
     @property
     def inverse(self) -> float:
@@ -81,8 +80,8 @@ class KeptRun(NamedTuple):
 def kept_runs(segments: Segments, ratio: float) -> tuple[KeptRun, ...]:
     """Return the runs of `segments` with k = max(1, ceil(ratio * d)), 0 for empty segments.
 
-    `ratio` is above 0 and at most 1. The rounding of a float does not raise k: a ratio of 0.07
-    keeps 7 of 100 elements, though 0.07 * 100 is above 7 in floats.
+    `ratio` is above 0 and at most 1. Rounding of floats does not increase k: a ratio of 0.07 keeps
+    7 of 100 elements, though 0.07 * 100 > 7 in floating point.
     """
     share = ratio * (1 - 2.0**-50)
     return tuple(
@@ -94,23 +93,20 @@ def kept_runs(segments: Segments, ratio: float) -> tuple[KeptRun, ...]:
 
 
 def kept_total(runs: Sequence[KeptRun]) -> int:
-    """Return K, the number of elements that are kept in all."""
+    """Return K, the total number of kept elements."""
     return sum(run.rows * run.keep for run in runs)
 
 
 def kept_values(values: Sequence[float], runs: Sequence[KeptRun]) -> Tensor:
-    """Return the value of each kept element's run, float32, shape (K,), on the CPU.
-
-    `values`: one number for each run.
-    """
+    """Repeat one number per run for each kept element, float32, shape (K,), on the CPU."""
     counts = torch.tensor([run.rows * run.keep for run in runs], dtype=torch.int64)
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
 
 
 def dropped_energy(x: Tensor, segments: Segments, runs: Sequence[KeptRun]) -> float:
-    """Return the sum over segments of (1 - k/d) ||x||^2, rounded up a little.
+    """Return the sum over segments of (1 - k/d) ||x||^2, rounded up slightly.
 
-    A random selection drops that much on average, the selection of the k largest at most that much
+    A random selection drops that energy on average, the selection of the k largest at most that
     (Stich et al. 2018, lemma A.1). `x`: float32, shape (n,); `runs`: `kept_runs(segments, ...)`.
     """
     square = statistics.moments(x, segments)[1]
@@ -122,37 +118,37 @@ def dropped_energy(x: Tensor, segments: Segments, runs: Sequence[KeptRun]) -> fl
 
 
 def magnitude_order(x: Tensor) -> Tensor:
-    """Return integers in the order of |x|, int32, shape (n,): the bits of x without the sign."""
+    """Return integers ordered like |x|, int32, shape (n,): the bits of x without the sign."""
     return x.contiguous().view(torch.int32) & 0x7FFFFFFF
 
 
 def largest(scores: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     """Return the positions of each segment's k largest scores, int64, shape (K,), increasing.
 
-    `scores`: int32, shape (n,). Of equal scores the lowest positions are taken.
+    `scores`: int32, shape (n,). Ties are broken by lowest position.
     """
-    found = [torch.empty(0, dtype=torch.int64, device=scores.device)]
+    pieces = [torch.empty(0, dtype=torch.int64, device=scores.device)]
     for start, rows, length, keep in runs:
         stop = start + rows * length
         if keep == length:
-            found.append(torch.arange(start, stop, device=scores.device))
+            pieces.append(torch.arange(start, stop, device=scores.device))
             continue
         table = scores[start:stop].view(rows, length)
         limit = torch.topk(table, keep, dim=1, sorted=False).values.amin(1, keepdim=True)
-        kept = table >= limit
-        places = kept.view(-1).nonzero().squeeze(1)
-        if len(places) > rows * keep:  # of several elements equal to the limit only some are kept
+        selected = table >= limit
+        places = selected.view(-1).nonzero().squeeze(1)
+        if len(places) > rows * keep:  # keep only some of the elements equal to the limit
             above = table > limit
-            tied = kept & ~above
+            tied = selected & ~above
             room = keep - above.sum(1, keepdim=True)
-            kept = above | (tied & (tied.cumsum(1) <= room))
-            places = kept.view(-1).nonzero().squeeze(1)
-        found.append(places.add_(start))
-    return torch.cat(found)
+            selected = above | (tied & (tied.cumsum(1) <= room))
+            places = selected.view(-1).nonzero().squeeze(1)
+        pieces.append(places.add_(start))
+    return torch.cat(pieces)
 
 
-def _invalid_positions(found: int, given: Mapping[str, Any]) -> IndexError:
-    return IndexError(f"positions do not increase, or one is not in [0, {given['n']})")
+def _invalid_positions(number: int, arguments: Mapping[str, Any]) -> IndexError:
+    return IndexError(f"positions must increase and be in [0, {arguments['n']})")
 
 
 @operation()
@@ -166,15 +162,15 @@ def _largest_elements(
 def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor]:
     """Return the positions and the values of each segment's k elements of largest magnitude.
 
-    `x`: float32, shape (n,). Positions are int64, increasing, values float32, shape (K,) each. Of
-    equal magnitudes the lowest positions are taken; NaN counts as larger than infinity.
+    `x`: float32, shape (n,). Positions are int64, increasing, values float32, shape (K,) each. Ties
+    are broken by lowest position; NaN counts as larger than infinity.
 
     Raises:
-        ValueError: `x` is not float32, or segments end beyond it.
+        ValueError: `x` is not float32, or segments extend beyond it.
     """
     n, end = x.numel(), _end(runs)
     if end > n:
-        raise ValueError(f"segments that end at {end} in a tensor of {n} elements")
+        raise ValueError(f"segments end at {end}, beyond the tensor of {n} elements")
     x, total = vector(x, torch.float32, n), kept_total(runs)
     positions = output(None, torch.int64, total, x.device)
     values = output(None, torch.float32, total, x.device)
@@ -183,14 +179,14 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
 
 
 def _end(runs: Sequence[KeptRun]) -> int:
-    """Return where the last segment ends."""
+    """Return the end of the last segment."""
     return max((run.start + run.rows * run.length for run in runs), default=0)
 
 
 def random_words(key: Key, n: int, device: torch.device | str = "cpu") -> Tensor:
     """Return independent integers uniform on [-2^31, 2^31), int32, shape (n,).
 
-    Element e of the bucket takes word e % 4 of Philox block e // 4, so no two elements share bits,
+    Element e of the bucket uses word e % 4 of Philox block e // 4, so elements do not share bits,
     and the counters differ from those of `draws24`. Elements are key.offset + [0, n).
     """
     seed, step, who = key.words()
@@ -224,8 +220,8 @@ def random_positions(
 ) -> Tensor:
     """Return k random positions of each segment, int64, shape (K,), increasing.
 
-    They are drawn uniformly without replacement: the positions of the k largest `random_words`, of
-    equal words the lowest.
+    They are drawn uniformly without replacement: the positions of the k largest `random_words`,
+    ties by lowest position.
 
     Raises:
         ValueError: step, rank or stream of the key out of range.
@@ -237,7 +233,7 @@ def random_positions(
     return out
 
 
-@operation(lambda found, given: IndexError(f"a position is not in [0, {given['n']})"))
+@operation(lambda number, arguments: IndexError(f"a position is not in [0, {arguments['n']})"))
 def _gather(x: Tensor, n: int, positions: Tensor, total: int, out: Tensor) -> None:
     torch.index_select(x, 0, positions, out=out)
 
@@ -264,10 +260,10 @@ def _scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor)
 def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = None) -> Tensor:
     """Return zeros, float32, shape (n,), with `values`, float32, shape (K,), at `positions`.
 
-    `positions`: int64, shape (K,), increasing, in [0, n). `out`: where to write.
+    `positions`: int64, shape (K,), increasing, in [0, n). `out`: the output tensor.
 
     Raises:
-        IndexError: positions do not increase, or are out of range; on a GPU a device-side trap.
+        IndexError: positions do not increase or are out of range; on a GPU a device-side trap.
     """
     total = positions.numel()
     values = vector(values, torch.float32, total, "values")
@@ -287,34 +283,34 @@ def _scatter_mean(
     out: Tensor,
 ) -> None:
     out.zero_()
-    for own, places in zip(values, positions, strict=True):
-        out[places] += own
-    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
+    for summand, places in zip(values, positions, strict=True):
+        out[places] += summand
+    # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     out.div_(out.new_tensor(count))
 
 
 def scatter_mean(
     sparse: Sequence[tuple[Tensor, Tensor]], n: int, count: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of sparse tensors, added in their order, divided by `count`: float32, (n,).
+    """Return the sum of sparse tensors, added in order, divided by `count`: float32, (n,).
 
-    `sparse`: for each tensor its values, float32, shape (K,), and positions, int64, shape (K,),
-    increasing, in [0, n); K may differ. `out`: where to write.
+    `sparse`: per tensor values, float32, shape (K,), and positions, int64, shape (K,), increasing,
+    in [0, n); K may differ. `out`: the output tensor.
 
     Raises:
-        IndexError: positions do not increase, or are out of range; on a GPU a device-side trap.
-        ValueError: there is no sparse tensor.
+        IndexError: positions do not increase or are out of range; on a GPU a device-side trap.
+        ValueError: there are no tensors.
     """
     if not sparse:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     totals = [positions.numel() for _, positions in sparse]
     values = [
-        vector(own, torch.float32, total, "values")
-        for (own, _), total in zip(sparse, totals, strict=True)
+        vector(tensor, torch.float32, total, "values")
+        for (tensor, _), total in zip(sparse, totals, strict=True)
     ]
     positions = [
-        vector(own, torch.int64, total, "positions")
-        for (_, own), total in zip(sparse, totals, strict=True)
+        vector(tensor, torch.int64, total, "positions")
+        for (_, tensor), total in zip(sparse, totals, strict=True)
     ]
     device = values[0].device
     out = output(out, torch.float32, n, device)
@@ -333,16 +329,17 @@ def scatter_mean(
 def mean(
     parts: Sequence[tuple[Tensor, Tensor, int]], n: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """Return the mean over workers of sparse tensors of n elements, in their order.
+    """Return the mean over workers of sparse tensors, added in order: float32, shape (n,).
 
-    `parts`: the positions and the values of each as `scatter_mean` takes them, and for how many
-    workers it stands, whose mean it is; an element that is not there is 0. Returns float32, shape
-    (n,). `out`: where to write.
+    `parts`: per tensor positions and values, as for `scatter_mean`, and the number of workers whose
+    mean it is; missing elements are 0. `out`: the output tensor.
 
     Raises:
-        ValueError: there is no sparse tensor.
+        ValueError: there are no tensors.
     """
-    sparse = [(own * count if count > 1 else own, positions) for positions, own, count in parts]
+    sparse = [
+        (values * count if count > 1 else values, positions) for positions, values, count in parts
+    ]
     return scatter_mean(sparse, n, sum(count for *_, count in parts), out=out)
 
 
@@ -350,18 +347,18 @@ def mean(
 
 
 def _gaps_words(n: int, total: int, low: int) -> tuple[int, int]:
-    """Return the words of the low bits, `low` a position, and those of the high bits' bitmap."""
+    """Return the words of the low bits, `low` per position, and of the high bits' bitmap."""
     return packed_words(total, low), packed_words(total + ((n - total) >> low), 1)
 
 
 @cache
 def gaps_low_bits(n: int, total: int) -> int:
-    """Return the number of low bits for which "gaps" is shortest: `total` positions below n."""
+    """Return the number of low bits that minimizes "gaps" for `total` positions below n."""
     return min(range(MAX_BITS + 1), key=lambda low: sum(_gaps_words(n, total, low)))
 
 
 def position_layout(coding: str, n: int, total: int) -> Layout:
-    """Return dtype and size of the parts that hold `total` positions below n.
+    """Return dtype and size of the parts for `total` positions below n.
 
     Raises:
         ValueError: an unknown coding, or "int32" for more than 2^31 elements.
@@ -369,14 +366,14 @@ def position_layout(coding: str, n: int, total: int) -> Layout:
     match position_coding(coding, n, total):
         case "int32":
             if n > 2**31:
-                raise ValueError(f"positions='int32' for {n} elements: at most 2^31 have one")
+                raise ValueError(f"positions='int32' for {n} elements: expected at most 2^31")
             return ((torch.int32, total),)
         case "bitmap":
             return ((torch.int32, packed_words(n, 1)),)
         case "gaps":
             words = _gaps_words(n, total, gaps_low_bits(n, total))
             return tuple((torch.int32, size) for size in words)
-    raise ValueError(f"positions={coding!r}: smallest, {', '.join(POSITION_CODINGS)} allowed")
+    raise ValueError(f"positions={coding!r}: expected smallest, {', '.join(POSITION_CODINGS)}")
 
 
 @cache
@@ -414,9 +411,9 @@ def _pack_gaps(
 def pack_positions(
     positions: Tensor, n: int, coding: str, *, out: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the parts that hold `positions`, int64, shape (K,), increasing and below n.
+    """Encode `positions`, int64, shape (K,), increasing and below n; return the parts.
 
-    `coding`: one of `POSITION_CODINGS`, or "smallest". `out`: where to write the parts.
+    `coding`: one of `POSITION_CODINGS`, or "smallest". `out`: output tensors for the parts.
     """
     total, device = positions.numel(), positions.device
     coding = position_coding(coding, n, total)
@@ -437,22 +434,22 @@ def pack_positions(
     return parts
 
 
-def _no_positions(found: int, given: Mapping[str, Any]) -> PayloadError:
-    """Return the error for a kernel's fault: the lowest 3 bits are its kind, the others a count."""
-    n, total = given["n"], given["total"]
+def _no_positions(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    """Return the error for a kernel's number: the lowest 3 bits are its kind, the rest a count."""
+    n, total = arguments["n"], arguments["total"]
     reason = {
-        1: f"a bit is set after the last of {given.get('held', n)} codes",
-        2: f"a bitmap with {found >> 3} bits set: {total} expected",
+        1: f"a bit is set after the last of {arguments.get('held', n)} codes",
+        2: f"a bitmap has {number >> 3} bits set: expected {total}",
         3: "positions must increase",
-        4: "a position lies outside the segment whose turn it is",
+        4: "a position is outside its segment",
         5: f"a bit is set after the last of {total} codes",
-    }[found & 7]
-    return PayloadError(f"{given['name']}: {reason}")
+    }[number & 7]
+    return PayloadError(f"{arguments['name']}: {reason}")
 
 
 def _clean(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     """Return the codes in `words`, int32, shape (n,); PayloadError for bits set after the last."""
-    held = packed_words(n, bits) // bits * 32  # codes for which the words have room
+    held = packed_words(n, bits) // bits * 32  # capacity of the words in codes
     codes = packing.unpack(words, bits, held)
     if codes[n:].any():
         raise PayloadError(f"{name}: a bit is set after the last of {n} codes")
@@ -460,10 +457,10 @@ def _clean(words: Tensor, bits: int, n: int, name: str) -> Tensor:
 
 
 def _set_bits(words: Tensor, n: int, total: int, name: str) -> Tensor:
-    """Return where the `total` bits of a bitmap of `n` are set, int64, increasing."""
+    """Return the positions of the `total` set bits of a bitmap of `n`, int64, increasing."""
     places = _clean(words, 1, n, name).nonzero().squeeze(1)
     if places.numel() != total:
-        raise PayloadError(f"{name}: a bitmap with {places.numel()} bits set: {total} expected")
+        raise PayloadError(f"{name}: a bitmap has {places.numel()} bits set: expected {total}")
     return places
 
 
@@ -476,7 +473,7 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     if not (positions[1:] > positions[:-1]).all():
         raise PayloadError(f"{name}: positions must increase")
     start, rows, length, keep = torch.tensor(alive, device=device).unbind(1)
-    # For each segment: its first element and length, and where its positions begin and end.
+    # Per segment: its first element and length, and the range of its positions.
     row = torch.arange(int(rows.sum()), device=device)
     row -= (rows.cumsum(0) - rows).repeat_interleave(rows)
     length = length.repeat_interleave(rows)
@@ -484,7 +481,7 @@ def _check_positions(positions: Tensor, runs: Sequence[KeptRun], name: str) -> N
     end = keep.repeat_interleave(rows).cumsum(0)
     begin = end - keep.repeat_interleave(rows)
     if (positions[begin] < start).any() or (positions[end - 1] >= start + length).any():
-        raise PayloadError(f"{name}: a position lies outside the segment whose turn it is")
+        raise PayloadError(f"{name}: a position is outside its segment")
 
 
 @operation(_no_positions)
@@ -526,19 +523,19 @@ def _unpack_gaps(
 def unpack_positions(
     parts: Sequence[Tensor], n: int, coding: str, runs: Sequence[KeptRun], name: str
 ) -> Tensor:
-    """Return the positions, int64, shape (K,), from parts of `position_layout(coding, n, K)`.
+    """Decode positions, int64, shape (K,), from parts of `position_layout(coding, n, K)`.
 
     Raises:
         PayloadError: positions do not increase, a segment does not have exactly k of them, or an
-            unused bit is set; the message begins with `name`.
-        ValueError: a part has another dtype or size.
+            unused bit is set; the message starts with `name`.
+        ValueError: a part has the wrong dtype or size.
     """
     total, device = kept_total(runs), parts[-1].device
     coding = position_coding(coding, n, total)
     layout = position_layout(coding, n, total)
     held = [
-        vector(own, dtype, size, f"{name}: positions")
-        for own, (dtype, size) in zip(parts, layout, strict=True)
+        vector(tensor, dtype, size, f"{name}: positions")
+        for tensor, (dtype, size) in zip(parts, layout, strict=True)
     ]
     out = output(None, torch.int64, total, device)
     more = {"n": n, "runs": tuple(runs), "total": total, "name": name, "out": out}
@@ -557,7 +554,7 @@ def unpack_positions(
 
 
 def value_layout(coding: str, runs: Sequence[KeptRun]) -> Layout:
-    """Return dtype and size of the parts that hold the values of the kept elements."""
+    """Return dtype and size of the parts for the values of the kept elements."""
     total = kept_total(runs)
     match coding:
         case "fp32":
@@ -567,11 +564,11 @@ def value_layout(coding: str, runs: Sequence[KeptRun]) -> Layout:
         case "range":
             grids = grouped_grids(kept_groups(runs))
             return (torch.int32, packed_words(total, RANGE_BITS)), (torch.int32, grids)
-    raise ValueError(f"values={coding!r}: {', '.join(VALUE_CODINGS)} allowed")
+    raise ValueError(f"values={coding!r}: expected {', '.join(VALUE_CODINGS)}")
 
 
 def kept_groups(runs: Sequence[KeptRun], width: int = 1) -> Groups:
-    """Return groups for the range float: one a nonempty segment, `width` values a kept element."""
+    """Return the range float's groups: one per nonempty segment, `width` values per element."""
     return [(run.rows, width * run.keep) for run in runs if run.rows and run.keep]
 
 
@@ -582,10 +579,7 @@ def pack_values(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the parts that hold `values`, float32, finite, shape (K,), in the given coding.
-
-    `out`: where to write them.
-    """
+    """Encode `values`, float32, finite, shape (K,); return the parts, in `out` if given."""
     if coding == "range":
         groups = kept_groups(runs)
         return rangefloat.pack(values, groups, RANGE_BITS, RANGE_MANTISSA, out=out)
@@ -597,27 +591,27 @@ def pack_values(
 def unpack_values(
     parts: Sequence[Tensor], coding: str, runs: Sequence[KeptRun], name: str
 ) -> Tensor:
-    """Return the values, float32, shape (K,), from parts of `value_layout(coding, runs)`.
+    """Decode values, float32, shape (K,), from parts of `value_layout(coding, runs)`.
 
     Raises:
-        PayloadError: no encoder sends such a value or grid; the message begins with `name`.
+        PayloadError: no encoder sends such a value or grid; the message starts with `name`.
     """
     if coding == "range":
         words, grids = parts
         return rangefloat.unpack(words, grids, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA, name)
     values = parts[0].float()
     if not values.isfinite().all():
-        raise PayloadError(f"{name}: a payload's values are not finite")
+        raise PayloadError(f"{name}: a payload contains values that are not finite")
     return values
 
 
 def value_error(x: Tensor, segments: Segments, coding: str, runs: Sequence[KeptRun]) -> float:
     """Return a bound on the squared error that `coding` adds to the kept elements of `x`, (n,).
 
-    fp16: an element errs by at most 2^-11 |x| from 2^-14 on, 2^-25 below that, and |x| - 65504
-    above 65504. range: by at most 2^-6 |x| from eps on (half of that unless it would round up to
-    infinity), eps below, and 2^-132 if eps is no normal float. A segment's grid has steps for 510
-    codes below its largest magnitude, so eps^2 <= 2^-13 max |x|^2.
+    fp16: the error is at most 2^-11 |x| for |x| >= 2^-14, 2^-25 below that, and |x| - 65504 above
+    65504. range: it is at most 2^-6 |x| for |x| >= eps (half of that unless x would round up to
+    infinity), eps below, and 2^-132 if eps is not a normal float. A segment's grid has 510 steps
+    below its largest magnitude, so eps^2 <= 2^-13 max |x|^2.
     """
     if coding == "fp32":
         return 0.0
@@ -637,7 +631,7 @@ def value_error(x: Tensor, segments: Segments, coding: str, runs: Sequence[KeptR
 
 
 def sparse_layout(n: int, runs: Sequence[KeptRun], positions: str, values: str) -> Layout:
-    """Return the parts of a sparse payload: those of the positions, then those of the values."""
+    """Return the layout of a sparse payload: positions, then values."""
     where = position_layout(positions, n, kept_total(runs))
     return (*where, *value_layout(values, runs))
 
@@ -650,14 +644,14 @@ def sparse_encode(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the parts that hold the largest elements of each segment of `x`, float32, (n,).
+    """Encode the largest elements of each segment of `x`, float32, (n,); return the parts.
 
-    `positions`, `values`: the codings. `out`: where to write the parts.
+    `positions`, `values`: the codings. `out`: output tensors for the parts.
     """
-    kept, largest_values = largest_elements(x, runs)
+    indices, largest_values = largest_elements(x, runs)
     cut = len(position_layout(positions, x.numel(), kept_total(runs)))
     first, last = (None, None) if out is None else (out[:cut], out[cut:])
-    where = pack_positions(kept, x.numel(), positions, out=first)
+    where = pack_positions(indices, x.numel(), positions, out=first)
     return (*where, *pack_values(largest_values, values, runs, out=last))
 
 
@@ -669,11 +663,11 @@ def sparse_unpack(
     values: str,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return positions, int64, and values, float32, shape (K,) each, of a sparse payload's parts.
+    """Decode positions, int64, and values, float32, shape (K,) each, from a sparse payload's parts.
 
     Raises:
         PayloadError: see `unpack_positions` and `unpack_values`.
     """
     cut = len(parts) - len(value_layout(values, runs))
-    kept = unpack_positions(parts[:cut], n, positions, runs, name)
-    return kept, unpack_values(parts[cut:], values, runs, name)
+    indices = unpack_positions(parts[:cut], n, positions, runs, name)
+    return indices, unpack_values(parts[cut:], values, runs, name)

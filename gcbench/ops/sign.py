@@ -1,9 +1,9 @@
-"""Packed signs, majority votes, and codes that send signs with one or two values a segment.
+"""Packed signs, majority votes, and codes that combine signs with one or two values per segment.
 
-A sign takes 1 bit, [x >= 0], so that zeros of either sign count as +1; or 2 bits, sign + 1, where
-the sign may also be 0.
+A sign takes 1 bit, [x >= 0], where zeros of either sign count as +1; or 2 bits, sign + 1, where the
+sign may also be 0.
 
-Two codes send values with the signs. "Scaled" signs have the mean magnitude of each segment
+Two codes combine signs with values. "Scaled" signs have the mean magnitude of each segment
 (EF-signSGD). "Class" signs have the means of the two classes x < 0 and x >= 0 of each segment
 (1-bit SGD).
 """
@@ -30,16 +30,16 @@ ERROR_SLACK = 2.0**-40
 2^40 terms by halving in float64 has an error of at most 40 * 2^-53 of the sum of magnitudes, and
 four such sums enter."""
 VOTES = 2**30
-"""There must be fewer votes than this, so that counts fit 32 bits."""
+"""Exclusive upper bound of the number of votes, so that counts fit in 32 bits."""
 
 WRONG = {
     1: "a bit is set after the last code",
-    2: "code 3 stands for no sign; allowed are 0, 1 and 2",
-    3: "a payload's values are not finite",
+    2: "code 3 is not a sign: expected 0, 1 or 2",
+    3: "a payload contains values that are not finite",
     4: "the value of -1 must not be above 0, nor that of +1 below",
     5: "the value of a class without elements must be 0",
 }
-"""Faults of a payload of signs, by the number with which kernels report them."""
+"""Errors of a payload of signs, by the kernels' error numbers."""
 
 
 def wrong(name: str, number: int) -> PayloadError:
@@ -47,8 +47,8 @@ def wrong(name: str, number: int) -> PayloadError:
     return PayloadError(f"{name}: {WRONG[number]}")
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    return wrong(given["name"], found)
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return wrong(arguments["name"], number)
 
 
 # ---- packed signs --------------------------------------------------------------------------------
@@ -60,10 +60,10 @@ def _pack(x: Tensor, n: int, bits: int, out: Tensor) -> None:
 
 
 def pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
-    """Pack the signs of `x`, float32, shape (n,), into int32 words. `out`: where to write.
+    """Pack the signs of `x`, float32, shape (n,), into int32 words. `out`: the output tensor.
 
-    With 1 bit a code is [x >= 0], with 2 bits it is sign + 1. NaN has the code of -1 in 1 bit and
-    of sign 0 in 2.
+    A code is [x >= 0] in 1 bit, or sign + 1 in 2 bits. NaN has the code of -1 in 1 bit, of sign 0
+    in 2.
     """
     n = x.numel()
     x = vector(x, torch.float32, n)
@@ -76,10 +76,10 @@ def pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
 def _pack_above(x: Tensor, factor: float, segments: Segments, square: Tensor, out: Tensor) -> None:
     count = torch.tensor(segments.lengths, dtype=torch.float64, device=x.device).clamp_(min=1)
     limit = (factor * (square / count).sqrt()).float()  # infinite: all abstain
-    kept = torch.empty_like(x)
-    for (which, rows), (_, signs) in zip(segments.views(x), segments.views(kept), strict=True):
+    votes = torch.empty_like(x)
+    for (which, rows), (_, signs) in zip(segments.views(x), segments.views(votes), strict=True):
         torch.mul(rows.sign(), rows.abs() >= limit[which].unsqueeze(1), out=signs)
-    packing.pack(kept.to(torch.int8) + 1, 2, out=out)
+    packing.pack(votes.to(torch.int8) + 1, 2, out=out)
 
 
 def pack_above(
@@ -88,7 +88,7 @@ def pack_above(
     """Pack sign + 1 in 2 bits, with sign 0 where |x| < factor * rms of the segment, or x = 0.
 
     `x`: float32, shape (n,). The root mean square is computed in float64 and the limit rounded to
-    float32, so the bytes are the same on every machine. `out`: where to write.
+    float32, so the bytes are the same on every machine. `out`: the output tensor.
     """
     n = segments.numel
     x = vector(x, torch.float32, n)
@@ -102,10 +102,10 @@ def unpack(words: Tensor, bits: int, n: int, name: str) -> Tensor:
     """Return the signs, int32, shape (n,): +-1 from codes of 1 bit; -1, 0 or 1 from 2 bits.
 
     Raises:
-        PayloadError: another number of words, the code 3, or a bit set after the last code; the
-            message of the latter two begins with `name`.
+        PayloadError: the wrong number of words, code 3, or a bit set after the last code; the
+            message of the latter two starts with `name`.
     """
-    # The words have room for up to 31 more codes, which must be 0: read them, too.
+    # The words have room for up to 31 more codes, which must be 0.
     codes = packing.unpack(words, bits, -(-n // LANES) * LANES)
     if codes[n:].any():
         raise wrong(name, 1)
@@ -123,7 +123,7 @@ def _decode(words: Tensor, n: int, bits: int, name: str, out: Tensor) -> None:
 
 
 def decode(words: Tensor, bits: int, n: int, name: str, *, out: Tensor | None = None) -> Tensor:
-    """Return the signs as float32, shape (n,); arguments and errors of `unpack`."""
+    """Return the signs as float32, shape (n,); arguments and errors as for `unpack`."""
     words = part(words, torch.int32, packed_words(n, bits), f"{name}: {n} signs of {bits} bits")
     out = output(out, torch.float32, n, words.device)
     _decode(words.device, words=words, n=n, bits=bits, name=name, out=out)
@@ -171,25 +171,25 @@ def vote(
 ) -> Tensor:
     """Return the majority vote on `n` signs, packed in codes of `width` bits, int32 words.
 
-    Payload i has signs of bits[i] bits each, which count as counts[i] votes. With a width of 1 bit
-    a tie gives +1, or with a key `coin` a fair draw: +1 where the draw on [0, 2^24) is below 2^23.
-    With 2 bits it is 0 unless the sum of signs is at least min(`quorum`, number of votes) in
-    magnitude. `out`: where to write.
+    Payload i has signs of bits[i] bits each, which count as counts[i] votes. With width 1 a tie is
+    +1, or a fair draw if there is a key `coin`: +1 where the draw on [0, 2^24) is below 2^23. With
+    width 2 the vote is 0 unless the magnitude of the sum of signs is at least min(`quorum`, number
+    of votes). `out`: the output tensor.
 
     Raises:
         PayloadError: see `unpack`; or a count is below 1, or there are 2^30 votes or more.
-        ValueError: there are no payloads, or another number of counts or bits.
+        ValueError: there are no payloads, or their number differs from that of counts or bits.
     """
     if not words:
-        raise ValueError("the vote of no payloads: one at least expected")
+        raise ValueError("vote needs at least one payload")
     if not len(words) == len(counts) == len(bits):
         raise ValueError(
-            f"{len(words)} payloads, {len(counts)} counts, {len(bits)} bits: as many each expected"
+            f"{len(words)} payloads, {len(counts)} counts, {len(bits)} bits: expected equal numbers"
         )
     number, device = voters(counts, name), words[0].device
     ballots = [
-        part(own, torch.int32, packed_words(n, size), f"{name}: {n} signs of {size} bits")
-        for own, size in zip(words, bits, strict=True)
+        part(packed, torch.int32, packed_words(n, size), f"{name}: {n} signs of {size} bits")
+        for packed, size in zip(words, bits, strict=True)
     ]
     out = output(out, torch.int32, packed_words(n, width), device)
     _vote(
@@ -216,7 +216,7 @@ def voters(counts: Sequence[int], name: str) -> int:
         PayloadError: a count is below 1, or the sum is `VOTES` or more.
     """
     if min(counts) < 1 or sum(counts) >= VOTES:
-        raise PayloadError(f"{name}: votes of {counts} workers; 1 to {VOTES - 1} in all allowed")
+        raise PayloadError(f"{name}: votes of {counts} workers: expected 1 to {VOTES - 1} in all")
     return sum(counts)
 
 
@@ -224,7 +224,7 @@ def voters(counts: Sequence[int], name: str) -> int:
 
 
 def class_counts(positive: Tensor, segments: Segments) -> Tensor:
-    """Return how many elements of each segment are False, and True: two rows, float64, (2, m)."""
+    """Return the number of False and of True elements of each segment, float64, (2, m)."""
     counts = torch.zeros(2, len(segments), dtype=torch.float64, device=positive.device)
     for which, rows in segments.views(positive):
         ones = rows.sum(1)
@@ -236,7 +236,7 @@ def class_counts(positive: Tensor, segments: Segments) -> Tensor:
 def class_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
     """Return count, sum and sum of squares of the classes x < 0 and x >= 0 of each segment.
 
-    They are float64, shape (2, m) each; additions are in the order of `statistics.moments`.
+    float64, shape (2, m) each, added in the order of `statistics.moments`.
     """
     low, high = (
         statistics.moments(x.clamp(max=0), segments),
@@ -248,13 +248,13 @@ def class_moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor
 
 def class_means(count: Tensor, total: Tensor) -> Tensor:
     """Return total / count, both float64, rounded to float32; +0 for an empty class."""
-    # Adding 0 turns -0 into +0: a zero mean has one bit pattern on every machine.
+    # Adding 0 turns -0 into +0, so a zero mean has the same bits on every machine.
     return (total / count.clamp(min=1)).float().add_(0.0)
 
 
-def _not_finite(found: int, given: Mapping[str, Any]) -> PayloadError | None:
+def _not_finite(number: int, arguments: Mapping[str, Any]) -> PayloadError | None:
     """Return the error for a mean that is not finite, if the values are decoded for a residual."""
-    return None if given["lost"] is None else wrong(given["name"], found)
+    return None if arguments["lost"] is None else wrong(arguments["name"], number)
 
 
 @operation(_not_finite)
@@ -284,7 +284,7 @@ def _encode(
 
 
 Slots = Sequence[Tensor]
-"""Where the parts of a payload are written: words, then the values of the segments."""
+"""Output tensors of a payload's parts: words, then the values of the segments."""
 
 
 def _encoded(
@@ -320,8 +320,8 @@ def scaled_encode(
 ) -> tuple[Tensor, Tensor]:
     """Return the packed bits [x >= 0], and the mean magnitude of each segment, float32, (m,).
 
-    `x`: float32, shape (n,). Means are of float64 sums in the order of `statistics.moments`.
-    `out`: where to write both.
+    `x`: float32, shape (n,). Sums are float64 in the order of `statistics.moments`. `out`: output
+    tensors for both.
     """
     words, scale = _encoded(x, None, segments, False, "", out, None)
     return words, scale
@@ -333,7 +333,7 @@ def class_encode(
     """Return the packed bits [x >= 0], and the means of x < 0 and x >= 0 of each segment, (m,).
 
     `x`: float32, shape (n,). Means are float32, of float64 sums in the order of `class_moments`.
-    `out`: where to write the three.
+    `out`: output tensors for the three.
     """
     words, low, high = _encoded(x, None, segments, True, "", out, None)
     return words, low, high
@@ -389,7 +389,7 @@ def class_feedback(
 def _reconstruction(
     words: Tensor, low: Tensor | None, high: Tensor, segments: Segments, name: str
 ) -> Tensor:
-    """Return the decoding of sign bits, float32, shape (n,): +-high, or `low` and `high`."""
+    """Decode sign bits, float32, shape (n,), to +-high, or to `low` and `high`."""
     signs = unpack(words, 1, segments.numel, name)
     if not high.isfinite().all() or not (low is None or low.isfinite().all()):
         raise wrong(name, 3)
@@ -403,10 +403,10 @@ def _reconstruction(
     if torch.stack([low, high])[class_counts(positive, segments) == 0].any():
         raise wrong(name, 5)
     values = low.new_empty(segments.numel)
-    for (which, rows), (_, own) in zip(
+    for (which, rows), (_, target) in zip(
         segments.views(positive), segments.views(values), strict=True
     ):
-        torch.where(rows, high[which].unsqueeze(1), low[which].unsqueeze(1), out=own)
+        torch.where(rows, high[which].unsqueeze(1), low[which].unsqueeze(1), out=target)
     return values
 
 
@@ -422,7 +422,7 @@ def _values(
     out: Tensor,
 ) -> None:
     values = _reconstruction(words, low, high, segments, name)
-    # With a total there are two roundings: that of the product and that of the sum.
+    # With a total there are two roundings: of the product and of the sum.
     out.copy_(values if total is None else total + (values * count if count > 1 else values))
 
 
@@ -465,12 +465,12 @@ def scaled_decode(
 ) -> Tensor:
     """Return v = sign * scale of the segment, float32, shape (n,), or `total` + `count` * v.
 
-    `words`: packed bits, 1 an element; `scale`: float32, shape (m,). `out`: where to write; it may
-    be `total`.
+    `words`: packed bits, 1 per element; `scale`: float32, shape (m,). `out`: the output tensor,
+    which may be `total`.
 
     Raises:
-        PayloadError: see `unpack`; or a scale is not finite, negative, or not 0 in a segment
-            without elements.
+        PayloadError: see `unpack`; or a scale is not finite, negative, or not 0 for an empty
+            segment.
     """
     return _decoded(words, None, scale, segments, name, total, count, out)
 
@@ -489,7 +489,7 @@ def class_decode(
     """Return v, float32, shape (n,), or `total` + `count` * v.
 
     v is the segment's `high` where the bit is 1, and its `low` elsewhere. `words`: packed bits, 1
-    an element; `low`, `high`: float32, shape (m,). `out`: where to write; it may be `total`.
+    per element; `low`, `high`: float32, shape (m,). `out`: the output tensor, which may be `total`.
 
     Raises:
         PayloadError: see `unpack`; or a value is not finite, `low` is above 0, `high` is below 0,
@@ -526,29 +526,29 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, float32, shape (n,): see `means.mean_onto`.
 
-    `payloads`: the packed bits, the values (scale, or low and high) as `scaled_decode` or
-    `class_decode` takes them, and the number of workers whose mean they encode. `out`: where to
-    write.
+    `payloads`: per payload the packed bits, the values (scale, or low and high) as for
+    `scaled_decode` or `class_decode`, and the number of workers whose mean they encode. `out`: the
+    output tensor.
 
     Raises:
         PayloadError: see `scaled_decode` and `class_decode`.
         ValueError: there are no payloads.
     """
     if not payloads:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     n, m, size = segments.numel, len(segments), packed_words(segments.numel, 1)
-    words = [part(own, torch.int32, size, f"{name}: {n} signs") for own, _, _ in payloads]
+    words = [part(packed, torch.int32, size, f"{name}: {n} signs") for packed, _, _ in payloads]
     values = [
-        [part(value, torch.float32, m, f"{name}: values") for value in own]
-        for _, own, _ in payloads
+        [part(value, torch.float32, m, f"{name}: values") for value in pair]
+        for _, pair, _ in payloads
     ]
     counts, device = [count for *_, count in payloads], words[0].device
     out = output(out, torch.float32, n, device)
     _mean(
         device,
         words=words,
-        low=[own[0] for own in values] if len(values[0]) == 2 else None,
-        high=[own[-1] for own in values],
+        low=[pair[0] for pair in values] if len(values[0]) == 2 else None,
+        high=[pair[-1] for pair in values],
         counts=counts,
         workers=sum(counts),
         segments=segments,
@@ -559,11 +559,11 @@ def mean(
 
 
 def mean_error(value: Tensor, count: Tensor, total: Tensor, square: Tensor) -> float:
-    """Return a bound on the squared error of sending one `value`, float32, for each class.
+    """Return a bound on the squared error of sending one `value`, float32, per class.
 
-    For a class with the value v it is sum (x - v)^2 = sum x^2 - v (2 sum x - count v), and
-    `ERROR_SLACK` times the sum of squares is added. The other arguments are float64, as
-    `class_moments` returns them.
+    For a class with value v it is sum (x - v)^2 = sum x^2 - v (2 sum x - count v), plus
+    `ERROR_SLACK` times the sum of squares. The other arguments are float64 results of
+    `class_moments`.
     """
     sent = value.double()
     explained = sent * (2 * total - count * sent)

@@ -16,7 +16,7 @@ def kernel_sources() -> Path:
     """Return the folder of the `*.cuh`, `*.cu` and `*.cpp` files.
 
     Raises:
-        GcbenchError: neither folder has them: the installation is not complete.
+        GcbenchError: neither folder has them; the installation is incomplete.
     """
     places = (_PACKAGE / "csrc", _PACKAGE.parent / "cuda")
     for place in places:
@@ -24,7 +24,7 @@ def kernel_sources() -> Path:
             return place
     raise GcbenchError(
         f"kernel sources are missing: common.cuh is in neither {places[0]} nor {places[1]}; "
-        "install gcbench again"
+        "reinstall gcbench"
     )
 
 
@@ -34,7 +34,7 @@ def cuda_families() -> list[str]:
 
 
 def digest(*suffixes: str) -> str:
-    """Return the SHA-256 of all sources with these suffixes, names and contents, in hexadecimal."""
+    """Return the hexadecimal SHA-256 of names and contents of all sources with these suffixes."""
     total = hashlib.sha256()
     for path in sorted(kernel_sources().iterdir()):
         if path.suffix in suffixes:

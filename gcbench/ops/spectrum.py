@@ -1,21 +1,23 @@
 """Operations in the frequency domain: spectra of segments, their largest bins, and the wire format.
 
-A segment of d elements is padded with zeros to the next length L that transforms fast
-(`gcbench.ops.transform.padded_length`); without `pad`, L = d. It has L // 2 + 1 complex bins, X_k =
-sum_j x_j exp(-2 pi i j k / L) / sqrt(L); an empty segment has none. The bins of all segments are
-concatenated, real and imaginary part side by side: float32, shape (bins, 2). Parseval: ||x||^2 =
-sum_k w_k |X_k|^2, where w_k = 2 for a bin that stands for its conjugate too, 1 for the first and,
-if L is even, the last. The inverse drops the padding, and with it part of the error.
+A segment of d elements is padded with zeros to a fast length L
+(`gcbench.ops.transform.padded_length`); without `pad`, L = d. It has L // 2 + 1 complex bins,
+X_k = sum_j x_j exp(-2 pi i j k / L) / sqrt(L); an empty segment has none. The bins of all segments
+are concatenated, with adjacent real and imaginary parts: float32, shape (bins, 2). Parseval:
+||x||^2 = sum_k w_k |X_k|^2, where w_k = 1 for the first bin and, if L is even, the last, and 2 for
+the others, which also represent their conjugates. The inverse drops the padding and the error in
+it.
 
-Segments are scaled by a power of two before a transform and back after it, so that values near
-either end of float32's range lose no precision. Values beyond that range become infinite in a
-spectrum (a range float then saturates) and the largest float in a gradient. A segment whose peak is
-below 2^-100 counts as zero. The rounding errors of a transform are those of the library
+Segments are scaled by a power of two before a transform and back after it, so that values near the
+limits of float32 lose no precision. Values beyond its range become infinite in a spectrum (a range
+float then saturates) and the largest float in a gradient. A segment whose peak is below 2^-100
+counts as zero. The rounding errors of a transform depend on the library
 (`gcbench.ops.transform`).
 
-A payload of K kept bins in all has three parts, int32: a bitmap with 1 bit a bin or, with width 2,
-1 bit a real number, the two of a bin being equal; 2 K packed codes of `gcbench.ops.rangefloat`,
-real and imaginary part side by side; and the grid of each nonempty segment's codes.
+A payload of K kept bins has three int32 parts: a bitmap with 1 bit per bin or, with width 2, 1 bit
+per real number, where the two bits of a bin are equal; 2 K packed codes of
+`gcbench.ops.rangefloat`, with adjacent real and imaginary parts; and the grid of each nonempty
+segment.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ from gcbench.ops.transform import padded_length, real_forward, real_inverse
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 PEAK = 2.0**13
-"""Segments are scaled so that their peaks are 1 to 4 times this. In fp16 they then do not overflow
-(65504), and values above 2^-27 of the peak have a relative rounding error of at most 2^-11."""
+"""Segments are scaled to peaks of 1 to 4 times this. They then do not overflow in fp16 (65504), and
+values above 2^-27 of the peak have a relative rounding error of at most 2^-11."""
 HALF_ERROR = 2.0**-11
 """Relative rounding error of fp16."""
 
@@ -72,8 +74,8 @@ def _bins(length: int) -> int:
 def runs_of(segments: Segments, theta: float, pad: bool = True) -> tuple[KeptRun, ...]:
     """Return the runs of `segments` in bins, with keep = max(1, round((1 - theta) bins)).
 
-    `theta` is in [0, 1) and taken as the shortest decimal number that prints so; halves are rounded
-    to even.
+    `theta` is in [0, 1), interpreted as its shortest decimal representation; halves are rounded to
+    even.
     """
     share, start = 1 - Fraction(repr(float(theta))), 0
     lengths, runs = padded_lengths(segments, pad), []
@@ -92,12 +94,12 @@ def count_bins(runs: Sequence[KeptRun]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where segments are placed as rows of another buffer, padded and possibly in another order."""
+    """Positions of segments as rows of another buffer, padded and possibly in another order."""
 
     starts: tuple[int, ...]
     """Index of the first element of each segment's row."""
     widths: tuple[int, ...]
-    """Elements of each row: those of the segment, then zeros."""
+    """Elements per row: those of the segment, then zeros."""
 
     @cached_property
     def numel(self) -> int:
@@ -106,31 +108,31 @@ class Rows:
 
     @cached_property
     def table(self) -> Tensor:
-        """The table that kernels find rows by, int64, shape (2, m), on the CPU: starts, widths."""
+        """The row table of kernels, int64, shape (2, m), on the CPU: starts, widths."""
         return torch.tensor([self.starts, self.widths], dtype=torch.int64)
 
 
 def _rows(segments: Segments, starts: Sequence[int], widths: Sequence[int]) -> Rows | None:
-    """Return the `Rows`; None if they are where the segments are already."""
+    """Return the `Rows`; None if they equal the segments."""
     rows = Rows(tuple(starts), tuple(widths))
     alike = rows.starts == segments.offsets[:-1] and rows.widths == segments.lengths
     return None if alike else rows
 
 
 class _Plan(NamedTuple):
-    """The memory layout in which the segments of a bucket are transformed.
+    """The memory layout for transforming the segments of a bucket.
 
-    Segments of one length are made neighbouring rows, which one batched transform takes.
+    Segments of equal length become adjacent rows of one batched transform.
     """
 
     bins: Segments
-    """The bins of the segments, counted in floats, two a bin."""
+    """The bins of the segments, counted in floats, two per bin."""
     rows: Rows | None
-    """The segments as rows grouped by length; None if they are in this layout already."""
+    """The segments as rows grouped by length; None if they already have this layout."""
     bin_rows: Rows | None
-    """The bins likewise."""
+    """The same for bins."""
     transforms: list[tuple[int, slice, slice]]
-    """For each length: the length, and the slices of its rows and of their bins."""
+    """Per length: the length, and the slices of its rows and of their bins."""
 
 
 @lru_cache(maxsize=32)
@@ -158,7 +160,7 @@ def _plan(segments: Segments, pad: bool) -> _Plan:
 
 
 def _each(values: Tensor, segments: Segments) -> Tensor:
-    """Return the value of each element's segment, shape (n,), from `values`, shape (m,)."""
+    """Repeat one value per segment, shape (m,), for each of its elements, shape (n,)."""
     lengths = torch.tensor(segments.lengths, dtype=torch.int64).to(values.device)
     return values.repeat_interleave(lengths, output_size=segments.numel)
 
@@ -179,7 +181,7 @@ def _table(rows: Rows | None, segments: Segments) -> tuple[Tensor | None, int]:
         return None, segments.numel
     if len(rows.starts) != len(segments):
         raise ValueError(
-            f"{len(rows.starts)} rows for {len(segments)} segments: a row for each expected"
+            f"{len(rows.starts)} rows for {len(segments)} segments: expected one row per segment"
         )
     return rows.table, rows.numel
 
@@ -224,8 +226,9 @@ def scaled(
 
     A unit is the largest power of two that is at most the segment's largest magnitude, clamped to
     [2^-110, 2^126], divided by `peak`, a power of two from 1 to 2^13. Segments whose largest
-    magnitude is below `tiny` become zeros. With `half` the result is rounded to fp16, for which
-    `peak` must be 2^13. `rows`: where to put each segment; the result then has shape (rows.numel,).
+    magnitude is below `tiny` become zeros. With `half` the result is rounded to fp16; `peak` must
+    then be 2^13. `rows`: positions of the segments in the result, which then has shape
+    (rows.numel,).
     """
     table, n = _table(rows, segments)
     x = vector(x, torch.float32, segments.numel)
@@ -272,18 +275,18 @@ def unscaled(
     out: Tensor | None = None,
     energy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return bins times their unit, float32, shape (2 bins,), and their |X|^2 before it, (bins,).
+    """Return bins times their unit, float32, shape (2 bins,), and |X|^2 before scaling, (bins,).
 
-    `bins`: float32, two a bin, which `segments` cover; `unit`: float32, shape (m,). `rows`: where
-    each segment lies in `bins`. `out`: where to write the product; it may be `bins` if there are no
-    `rows`. `energy`: where to write |X|^2.
+    `bins`: float32, two per bin, covered by `segments`; `unit`: float32, shape (m,). `rows`:
+    positions of the segments in `bins`. `out`: output tensor for the product, which may be `bins`
+    without `rows`. `energy`: output tensor for |X|^2.
 
     Raises:
-        ValueError: an odd number of floats, as a bin has two.
+        ValueError: an odd number of floats.
     """
     n, device = segments.numel, bins.device
     if n % 2:
-        raise ValueError(f"segments of {n} floats: an even number expected, two a bin")
+        raise ValueError(f"segments of {n} floats: expected two per bin")
     table, size = _table(rows, segments)
     bins = vector(bins, torch.float32, size, "bins")
     unit = vector(unit, torch.float32, len(segments), "unit")
@@ -321,8 +324,8 @@ def restored(
 ) -> Tensor:
     """Return `x`, float32, times its segment's unit, shape (n,), clamped to finite floats.
 
-    `unit`: float32, shape (m,). `rows`: where each segment lies in `x`, which then has shape
-    (rows.numel,). `out`: where to write; it may be `x` if there are no `rows`.
+    `unit`: float32, shape (m,). `rows`: positions of the segments in `x`, which then has shape
+    (rows.numel,). `out`: the output tensor, which may be `x` without `rows`.
     """
     table, size = _table(rows, segments)
     x = vector(x, torch.float32, size)
@@ -346,17 +349,17 @@ def forward(
     """Return the bins of `x`, float32, shape (bins, 2), and their energies, float32, (bins,).
 
     `x`: float32, shape (n,); with `half` its scaled values are rounded to fp16 first. Energies are
-    |X|^2 of the scaled segment: they can be compared within a segment, and never overflow.
+    |X|^2 of the scaled segment: comparable within a segment, and never overflowing.
     """
     plan = _plan(segments, pad)
     laid, unit = scaled(x, segments, PEAK, TINY, half=half, rows=plan.rows)
-    if len(plan.transforms) == 1:  # the transform's result is used as the buffer
+    if len(plan.transforms) == 1:  # use the transform's result as the buffer
         length = plan.transforms[0][0]
         bins = torch.view_as_real(real_forward(laid.view(-1, length))).view(-1)
     else:
         bins = laid.new_empty(plan.bins.numel)
-        for length, rows, own in plan.transforms:
-            spectra = torch.view_as_complex(bins[own].view(-1, _bins(length), 2))
+        for length, rows, span in plan.transforms:
+            spectra = torch.view_as_complex(bins[span].view(-1, _bins(length), 2))
             real_forward(laid[rows].view(-1, length), out=spectra)
     out = bins if plan.bin_rows is None else None
     bins, energy = unscaled(bins, unit, plan.bins, rows=plan.bin_rows, out=out)
@@ -376,29 +379,29 @@ def inverse(bins: Tensor, segments: Segments, *, pad: bool = True) -> Tensor:
         x = real_inverse(spectra, length).view(-1)
     else:
         x = laid.new_empty(segments.numel if plan.rows is None else plan.rows.numel)
-        for length, rows, own in plan.transforms:
-            spectra = torch.view_as_complex(laid[own].view(-1, _bins(length), 2))
+        for length, rows, span in plan.transforms:
+            spectra = torch.view_as_complex(laid[span].view(-1, _bins(length), 2))
             real_inverse(spectra, length, out=x[rows].view(-1, length))
     out = x if plan.rows is None else None
     return restored(x, unit, segments, rows=plan.rows, out=out)
 
 
-def _invalid_bins(found: int, given: Mapping[str, Any]) -> IndexError:
-    return IndexError(f"bins do not increase, or one is not in [0, {given['bins']})")
+def _invalid_bins(number: int, arguments: Mapping[str, Any]) -> IndexError:
+    return IndexError(f"bins must increase and be in [0, {arguments['bins']})")
 
 
 @operation(_invalid_bins)
 def _mean(
     values: Sequence[Tensor],
-    kept: Sequence[Tensor],
+    indices: Sequence[Tensor],
     totals: Sequence[int],
     weights: Sequence[float],
     bins: int,
     out: Tensor,
 ) -> None:
     out.zero_()
-    for own, places, weight in zip(values, kept, weights, strict=True):
-        out[places] += own * weight
+    for value, places, weight in zip(values, indices, weights, strict=True):
+        out[places] += value * weight
 
 
 def mean(
@@ -408,31 +411,31 @@ def mean(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the weighted sum of sparse spectra, added in their order: float32, (bins, 2).
+    """Return the weighted sum of sparse spectra, added in order: float32, (bins, 2).
 
-    `sparse`: for each spectrum its bins, int64, shape (K,), increasing, and their values, float32,
-    shape (K, 2); `weights`: a number for each. `out`: where to write.
+    `sparse`: per spectrum its bins, int64, shape (K,), increasing, and their values, float32, shape
+    (K, 2); `weights`: one number per spectrum. `out`: the output tensor.
 
     Raises:
-        IndexError: bins do not increase, or are out of range; on a GPU a device-side trap.
-        ValueError: there is no spectrum, or another number of weights.
+        IndexError: bins do not increase or are out of range; on a GPU a device-side trap.
+        ValueError: there are no spectra, or the number of weights differs.
     """
     if not sparse:
-        raise ValueError("the mean of no payloads: one at least expected")
+        raise ValueError("mean needs at least one payload")
     if len(weights) != len(sparse):
-        raise ValueError(f"{len(weights)} weights for {len(sparse)} spectra: one for each expected")
-    totals = [kept.numel() for kept, _ in sparse]
-    kept = [vector(own, torch.int64, own.numel(), "bins") for own, _ in sparse]
+        raise ValueError(f"{len(weights)} weights for {len(sparse)} spectra: expected one each")
+    totals = [indices.numel() for indices, _ in sparse]
+    indices = [vector(tensor, torch.int64, tensor.numel(), "bins") for tensor, _ in sparse]
     values = [
-        vector(own, torch.float32, 2 * total, "values").view(total, 2)
-        for (_, own), total in zip(sparse, totals, strict=True)
+        vector(tensor, torch.float32, 2 * total, "values").view(total, 2)
+        for (_, tensor), total in zip(sparse, totals, strict=True)
     ]
     device = values[0].device
     out = output(out, torch.float32, 2 * bins, device).view(bins, 2)
     _mean(
         device,
         values=values,
-        kept=kept,
+        indices=indices,
         totals=totals,
         weights=list(weights),
         bins=bins,
@@ -459,7 +462,7 @@ def weight(segments: Segments, pad: bool = True) -> Tensor:
 def largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
     """Return the bins of largest energy of each segment, int64, shape (K,), increasing.
 
-    `energy`: float32, not negative, shape (bins,). Of equal energies the lowest bins are taken.
+    `energy`: float32, not negative, shape (bins,). Ties are broken by lowest bin.
     """
     return largest_elements(energy, runs)[0]
 
@@ -469,9 +472,9 @@ def largest(energy: Tensor, runs: Sequence[KeptRun]) -> Tensor:
 
 @lru_cache(maxsize=64)
 def layout(runs: tuple[KeptRun, ...], bits: int, width: int) -> Layout:
-    """Return the layout of a payload, which the module docstring describes.
+    """Return the layout of a payload, see the module docstring.
 
-    `bits`: of a code; `width`: bits a bin in the bitmap, 1 or 2.
+    `bits`: bits per code; `width`: bits per bin in the bitmap, 1 or 2.
     """
     codes = packed_words(2 * kept_total(runs), bits)
     grids = grouped_grids(kept_groups(runs))
@@ -481,7 +484,7 @@ def layout(runs: tuple[KeptRun, ...], bits: int, width: int) -> Layout:
 
 @lru_cache(maxsize=64)
 def _wire(runs: tuple[KeptRun, ...], width: int) -> tuple[tuple[KeptRun, ...], Groups, int]:
-    """Return the runs counted in bits of the bitmap, the groups of codes, and the bitmap's bits."""
+    """Return the runs in bits of the bitmap, the groups of codes, and the bitmap's size in bits."""
     wide = tuple(
         run._replace(start=width * run.start, length=width * run.length, keep=width * run.keep)
         for run in runs
@@ -489,14 +492,14 @@ def _wire(runs: tuple[KeptRun, ...], width: int) -> tuple[tuple[KeptRun, ...], G
     return wide, kept_groups(runs, 2), width * count_bins(runs)
 
 
-def _pairs(kept: Tensor) -> Tensor:
+def _pairs(indices: Tensor) -> Tensor:
     """Return the indices of the two floats of each kept bin, int64, shape (2 K,)."""
-    return torch.stack((2 * kept, 2 * kept + 1), 1).view(-1)
+    return torch.stack((2 * indices, 2 * indices + 1), 1).view(-1)
 
 
 def pack(
     bins: Tensor,
-    kept: Tensor,
+    indices: Tensor,
     runs: Sequence[KeptRun],
     bits: int,
     mantissa: int,
@@ -504,17 +507,17 @@ def pack(
     *,
     grids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of a payload that holds the bins `kept`, int64, shape (K,), increasing.
+    """Encode the bins `indices`, int64, shape (K,), increasing; return the parts of the payload.
 
-    `bins`: float32, shape (bins, 2); `bits`, `mantissa`: the range float's; `width`: bits a bin in
-    the bitmap. `grids`: the grid of each nonempty segment, int32; None: that of its own values.
+    `bins`: float32, shape (bins, 2); `bits`, `mantissa`: of the range float; `width`: bits per bin
+    in the bitmap. `grids`: the grid of each nonempty segment, int32; None: compute them.
     """
     _, groups, size = _wire(tuple(runs), width)
-    (bitmap,) = pack_positions(_pairs(kept) if width == 2 else kept, size, "bitmap")
+    (bitmap,) = pack_positions(_pairs(indices) if width == 2 else indices, size, "bitmap")
     # 64-bit integers are gathered faster than complex numbers.
-    values = bins.view(torch.int64).view(-1).index_select(0, kept).view(torch.float32)
-    given = None if grids is None else grids.to(values.device)
-    return bitmap, *rangefloat.pack(values, groups, bits, mantissa, given=given)
+    values = bins.view(torch.int64).view(-1).index_select(0, indices).view(torch.float32)
+    fixed = None if grids is None else grids.to(values.device)
+    return bitmap, *rangefloat.pack(values, groups, bits, mantissa, fixed=fixed)
 
 
 def unpack(
@@ -530,14 +533,14 @@ def unpack(
     `parts`: as `layout` declares them; the other arguments as for `pack`.
 
     Raises:
-        PayloadError: `pack` never returns such parts; the message begins with `name`.
+        PayloadError: `pack` never returns such parts; the message starts with `name`.
     """
     bitmap, words, grids = parts
     wide, groups, size = _wire(tuple(runs), width)
-    kept = unpack_positions([bitmap], size, "bitmap", wide, name)
+    indices = unpack_positions([bitmap], size, "bitmap", wide, name)
     if width == 2:
-        pairs, kept = kept, kept[::2] // 2
-        if not torch.equal(pairs, _pairs(kept)):
-            raise PayloadError(f"{name}: a bitmap with one of the two bits of a bin")
+        pairs, indices = indices, indices[::2] // 2
+        if not torch.equal(pairs, _pairs(indices)):
+            raise PayloadError(f"{name}: the bitmap has only one of the two bits of a bin")
     values = rangefloat.unpack(words, grids, groups, bits, mantissa, name)
-    return kept, values.view(-1, 2)
+    return indices, values.view(-1, 2)

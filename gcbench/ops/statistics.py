@@ -9,10 +9,10 @@ from gcbench.core.compressor import TILE, Segments
 from gcbench.ops.dispatch import operation, output, vector
 
 TINY = 2.0**-100
-"""A segment whose scale is below this is sent as zeros. It is far below any gradient, and keeps
-every product of the codecs out of the denormal range."""
+"""Segments with a smaller scale are sent as zeros. It is far below any gradient, and keeps products
+of the codecs out of the denormal range."""
 MOMENTS_BLOCK = 256 * TILE
-"""Elements that are summed at a time, which bounds the memory of the float64 intermediates."""
+"""Elements to sum at a time, to bound the memory of the float64 intermediates."""
 
 
 @operation()
@@ -39,7 +39,7 @@ def scale_(x: Tensor, values: Tensor, segments: Segments) -> Tensor:
 
 
 def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
-    """Clamp `x`, shape (n,), in place to [-limit, limit], a limit a segment, (m,); return `x`."""
+    """Clamp `x`, shape (n,), in place to [-limit, limit], one limit per segment; return `x`."""
     for which, rows in segments.views(x):
         bound = limit[which].unsqueeze(1)
         torch.clamp(rows, -bound, bound, out=rows)
@@ -47,7 +47,7 @@ def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
 
 
 def _halve(tiles: Tensor) -> Tensor:
-    """Sum the last axis, whose length is a power of two: add its second half to its first, etc."""
+    """Sum the last axis, of length 2^k, by repeatedly adding its second half to its first."""
     while tiles.shape[-1] > 1:
         half = tiles.shape[-1] // 2
         tiles = tiles[..., :half] + tiles[..., half:]
@@ -55,9 +55,9 @@ def _halve(tiles: Tensor) -> Tensor:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Cut rows, (m, n), into tiles of 1024, (m, ceil(n / 1024), 1024), padded with zeros.
+    """Split rows, (m, n), into tiles of 1024, (m, ceil(n / 1024), 1024), padded with zeros.
 
-    Rows of up to 512 become one tile of the next power of two: further zeros would change no sum.
+    Rows of up to 512 become one tile of the next power of two: more zeros would not change sums.
     """
     n = rows.shape[1]
     width = TILE if n > TILE // 2 else 1 << max(0, n - 1).bit_length()
@@ -70,9 +70,9 @@ def _padded(rows: Tensor) -> Tensor:
 def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum and the sum of squares of each row, (m, n) -> float64 (m,) each.
 
-    Tiles of 1024 are summed by halving (element i with i + 512, then i + 256, ...), and the sums of
-    the tiles in the same way until one is left. This order depends on neither device nor thread
-    count, so no bit of the result does.
+    Tiles of 1024 are summed by halving (element i with i + 512, then i + 256, ...), then the sums
+    of the tiles in the same way until one is left. The order, and so the result, depends on neither
+    device nor thread count.
     """
     tiles = _padded(rows)
     shape = tiles.shape[:2]
@@ -101,8 +101,8 @@ def _moments(x: Tensor, segments: Segments, total: Tensor, square: Tensor) -> No
 def moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """Return the sum and the sum of squares of each segment, float64, shape (m,) each.
 
-    Squares of float32 are exact in float64. The order of the additions is fixed, so the result has
-    the same bits on every device; `_row_moments` describes it.
+    Squares of float32 are exact in float64. The order of additions is fixed (see `_row_moments`),
+    so the result has the same bits on every device.
     """
     x = vector(x, torch.float32, segments.numel)
     total, square = (output(None, torch.float64, len(segments), x.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Ternary codes: -1, 0 or 1 times a scale, drawn without bias, 2 bits each (TernGrad).
+"""Ternary codes: -1, 0 or 1 times a scale, unbiased, 2 bits each (TernGrad).
 
 A sum of the codes of `count` workers is sent as `sum + count`, in `bits(count)` bits.
 """
@@ -32,8 +32,8 @@ def bits(count: int) -> int:
     width = (2 * count).bit_length()
     if width > MAX_BITS:
         raise PayloadError(
-            f"ternary codes of {count} workers add up to {width} bits: at most {MAX_BITS}, so "
-            f"{2 ** (MAX_BITS - 1) - 1} workers; an all-gather has no such limit"
+            f"sums of ternary codes of {count} workers need {width} bits: at most {MAX_BITS}, that "
+            f"is {2 ** (MAX_BITS - 1) - 1} workers; use allgather"
         )
     return width
 
@@ -67,11 +67,11 @@ def scales(
     """Return the clipping thresholds and the scales of ternary codes, float32, shape (m,) each.
 
     `x`: float32, shape (n,). The threshold is `clip` standard deviations (None for clip = 0), and
-    the scale is the largest clipped magnitude. With `at_limit` the scale is that threshold, and the
-    threshold None, as the scale then limits the codes.
+    the scale is the largest clipped magnitude. With `at_limit` the scale equals that threshold, and
+    the threshold is None, because the scale then limits the codes.
 
-    A segment whose standard deviation is exactly 0, such as a single element, is not clipped: its
-    threshold is the largest float32, and its scale the largest magnitude, also with `at_limit`.
+    A segment whose standard deviation is 0, such as a single element, is not clipped: its threshold
+    is the largest float32, and its scale the largest magnitude, also with `at_limit`.
     """
     m, x = len(segments), vector(x, torch.float32, segments.numel)
     scale = output(None, torch.float32, m, x.device)
@@ -112,7 +112,7 @@ def encode(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draw ternary codes t and pack t + 1 in 2 bits each, int32 words. `out`: where to write.
+    """Draw ternary codes t and pack t + 1 in 2 bits each, int32 words. `out`: the output tensor.
 
     t = sign(x) * [ (u + 1/2) * scale / 2^24 <= min(|x|, limit) ], u uniform on [0, 2^24).
 
@@ -133,32 +133,32 @@ def encode(
 
 def _too_large(number: int, count: int) -> PayloadError:
     return PayloadError(
-        f"ternary payload of {count} worker(s), number {number}: a code above {2 * count}"
+        f"ternary payload {number} of {count} worker(s) contains a code above {2 * count}"
     )
 
 
-def _fault(found: int, given: Mapping[str, Any]) -> PayloadError:
-    """Return the error for a kernel's fault: -1, a scale; k > 0, the code of payload k - 1."""
-    if found < 0:
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    """Return the error for a kernel's number: -1, a scale; k > 0, a code of payload k - 1."""
+    if number < 0:
         return PayloadError(BAD_SCALE)
-    return _too_large(found - 1, given["tops"][found - 1] // 2)
+    return _too_large(number - 1, arguments["tops"][number - 1] // 2)
 
 
 def _checked(
     payloads: Sequence[tuple[Tensor, int]], n: int, width: int | None
 ) -> tuple[list[Tensor], list[int], list[int], int]:
-    """Return the payloads' words, bits a code and largest codes, and the number of all workers.
+    """Return the payloads' words, bits per code and largest codes, and the number of all workers.
 
     Raises:
-        PayloadError: a payload has another number of words.
+        PayloadError: a payload has the wrong number of words.
         ValueError: there are no payloads.
     """
     if not payloads:
-        raise ValueError("the sum of no payloads: one at least expected")
+        raise ValueError("mean and merge need at least one payload")
     widths = [width or bits(count) for _, count in payloads]
     words = [
-        part(own, torch.int32, packed_words(n, wide), f"ternary codes of {wide} bits")
-        for (own, _), wide in zip(payloads, widths, strict=True)
+        part(packed, torch.int32, packed_words(n, wide), f"ternary codes of {wide} bits")
+        for (packed, _), wide in zip(payloads, widths, strict=True)
     ]
     return words, widths, [2 * count for _, count in payloads], sum(count for _, count in payloads)
 
@@ -166,8 +166,8 @@ def _checked(
 def _sum(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: int) -> Tensor:
     """Return the sum of the ternary codes t of all payloads, int32, shape (n,)."""
     total = torch.zeros(n, dtype=torch.int32, device=words[0].device)
-    for number, (own, width, top) in enumerate(zip(words, bits, tops, strict=True)):
-        codes = packing.unpack(own, width, n)
+    for number, (packed, width, top) in enumerate(zip(words, bits, tops, strict=True)):
+        codes = packing.unpack(packed, width, n)
         if n and int(codes.amax()) > top:
             raise _too_large(number, top // 2)
         total += codes.sub_(top // 2)
@@ -187,7 +187,7 @@ def _mean(
     if not (scale.isfinite() & (scale >= 0)).all():
         raise PayloadError(BAD_SCALE)
     total = _sum(words, bits, tops, segments.numel)
-    # A divisor that is a plain number may become a product with its reciprocal; a tensor does not.
+    # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     unit = torch.where(scale < TINY, 0.0, scale / scale.new_tensor(float(workers)))
     scale_(out.copy_(total), unit, segments)
 
@@ -202,12 +202,13 @@ def mean(
 ) -> Tensor:
     """Return the mean of all workers, sum of codes * (scale / number of workers), float32, (n,).
 
-    `payloads`: int32 words of the sum of codes of `count` workers, and `count`; a sum has `bits`
-    bits, by default `ternary.bits(count)`. `scale`: float32, shape (m,). `out`: where to write.
+    `payloads`: per payload the int32 words of the sum of codes of `count` workers, and `count`; a
+    sum has `bits` bits, by default `ternary.bits(count)`. `scale`: float32, shape (m,). `out`: the
+    output tensor.
 
     Raises:
-        PayloadError: a payload has another number of words or a code above 2 * count, or a scale is
-            negative or not finite.
+        PayloadError: a payload has the wrong number of words or a code above 2 * count, or a scale
+            is negative or not finite.
     """
     n, m = segments.numel, len(segments)
     words, widths, tops, workers = _checked(payloads, n, bits)
@@ -227,20 +228,20 @@ def mean(
 
 
 def check_scales(words: Tensor, scale: Tensor, segments: Segments, *, reached: bool) -> None:
-    """Check the scales that one worker sent beside its codes, float32, shape (m,).
+    """Check the scales that one worker sent with its codes, float32, shape (m,).
 
-    `words`: its codes, as `encode` returns them. `reached`: the scale is the largest magnitude,
-    which some code of the segment has.
+    `words`: its codes, as `encode` returns them. `reached`: whether the scale is the largest
+    magnitude, which some code of the segment must have.
 
     Raises:
-        PayloadError: a segment has codes and a scale of 0, or a scale that no code reaches.
+        PayloadError: a segment has nonzero codes and a scale of 0, or a scale that no code reaches.
     """
     codes = mean([(words, 1)], torch.ones_like(scale), segments)
     used, positive = statistics.absmax(codes, segments) > 0, scale >= TINY
     if bool((used & ~positive).any()):
-        raise PayloadError("codes in a segment whose scale is 0")
+        raise PayloadError("nonzero codes in a segment of scale 0")
     if reached and bool((positive & ~used).any()):
-        raise PayloadError("a scale that no code reaches")
+        raise PayloadError("no code of a segment reaches its scale")
 
 
 @operation(_fault)
@@ -260,7 +261,7 @@ def merge(
 ) -> tuple[Tensor, int]:
     """Return the packed sum of the payloads' codes, `n` each, and the number of its workers.
 
-    `payloads`: as for `mean`. `out`: where to write the words.
+    `payloads`: as for `mean`. `out`: the output tensor.
 
     Raises:
         PayloadError: see `mean`.
@@ -273,15 +274,15 @@ def merge(
 
 
 def summand_bits(count: int) -> int:
-    """Return the bits a code with which packed codes of `count` workers can be added as words.
+    """Return the bits per code for which packed codes of `count` workers can be added as words.
 
-    It is `bits(count)` rounded up to a power of two: such fields lie within a word, so a sum never
-    carries into the next field.
+    It is `bits(count)` rounded up to a power of two: fields do not cross words, so sums never carry
+    into the next field.
     """
     return 1 << (bits(count) - 1).bit_length()
 
 
 def summand(words: Tensor, workers: int, n: int) -> Tensor:
-    """Return one worker's `n` 2-bit codes repacked so that words can be added over `workers`."""
+    """Repack one worker's `n` 2-bit codes so that words can be added over `workers` workers."""
     width = summand_bits(workers)
     return words if width == 2 else packing.pack(packing.unpack(words, 2, n), width)

@@ -1,15 +1,14 @@
 """Fourier transforms of real rows: X_k = sum_j x_j e^(-2 pi i j k / d) / sqrt(d), k = 0 ... d // 2.
 
-The transforms are torch's, with two changes that make them faster with MKL, torch's library on
-x86-64:
+The transforms are torch's, with two optimizations for MKL, torch's library on x86-64:
 
-* Padding (`padded_length`): lengths with a large prime factor are slow, so a row is padded with
-  zeros to a length that is fast.
+* Padding (`padded_length`): lengths with a large prime factor are slow, so rows are padded with
+  zeros to a fast length.
 * A long row of even length d on the CPU is transformed as h = d / 2 complex numbers, z_j = x_2j +
   i x_2j+1, which is several times faster than the library's real transform:
       2 sqrt(d) X_k = (Z_k + conj Z_h-k) + t_k (Z_k - conj Z_h-k), t_k = -i e^(-2 pi i k / d),
-  and back. As t_h-k = conj t_k, only half of the factors t_k are stored, 2 bytes an element; they
-  are computed in float64 and rounded to float32.
+  and the inverse accordingly. Since t_h-k = conj t_k, only half of the factors t_k are stored, 2
+  bytes per element; they are computed in float64 and rounded to float32.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from torch import Tensor
 from gcbench.ops.dispatch import operation, output, vector
 
 EXACT_TO = 2**15
-"""The longest row that is never padded: it is fast enough at any length."""
+"""Rows up to this length are never padded: they are fast at any length."""
 FLOAT_ERROR = 2.0**-20
 """A bound on the relative rounding error of a transform and its inverse in float32, and of fp16 for
 elements far below the peak. The largest error observed for the former was 2^-20.8."""
 ROUGH_ERROR = 2.0**-14
 """The same for lengths with a prime factor above 13; MKL has an error of 2^-15.4 at 2 * 134,861."""
 PRIMES = (2, 3, 5, 7, 11, 13)
-"""The prime factors that fast lengths may have."""
+"""The prime factors of fast lengths."""
 HALVES_FROM = 2**13
-"""The shortest row that is transformed as half as many complex numbers."""
+"""Minimum row length to transform as half as many complex numbers."""
 
 
 # ---- lengths -------------------------------------------------------------------------------------
@@ -55,10 +54,10 @@ def transform_error(d: int) -> float:
 def padded_length(d: int) -> int:
     """Return the length L >= d to which a row of d elements is padded with zeros.
 
-    L = d up to `EXACT_TO`, and if d has no prime factor above 13. Otherwise L is the least multiple
-    of 8 that is a product of primes up to 13 with 11 or 13 among them, as MKL is slow at many
-    lengths of the form 2^a 3^b 5^c 7^e, such as 2^12 25 or 2^14. L exceeds d by at most 2.0 % (.4 %
-    on average), 1.3 % (.2 %) beyond 1.3e5 and .73 % (.1 %) beyond 1e6.
+    L = d up to `EXACT_TO`, and if d has no prime factor above 13. Otherwise L is the smallest
+    multiple of 8 that is a product of primes up to 13, including 11 or 13, because MKL is slow at
+    many lengths of the form 2^a 3^b 5^c 7^e, such as 2^12 25 or 2^14. L exceeds d by at most 2.0 %
+    (.4 % on average), 1.3 % (.2 %) above 1.3e5 and .73 % (.1 %) above 1e6.
     """
     if d <= EXACT_TO or _smooth(d):
         return d
@@ -76,7 +75,7 @@ def padded_length(d: int) -> int:
 
 @lru_cache(maxsize=64)
 def turns(d: int) -> Tensor:
-    """Return t_k for k = 0 ... d // 4, d even, complex64, on the CPU; cached, do not change it."""
+    """Return t_k for k = 0 ... d // 4, d even, complex64, on the CPU; cached, do not modify it."""
     angle = torch.arange(d // 4 + 1, dtype=torch.float64).mul_(2 * math.pi / d)
     return torch.complex(-angle.sin(), -angle.cos()).to(torch.complex64)
 
@@ -109,19 +108,19 @@ def fold(
 ) -> Tensor:
     """Return s ((v_k + conj v_h-k) + t_k (v_k - conj v_h-k)) for k = 0 ... h, complex64, (h + 1,).
 
-    This is the step between a complex transform of length h and the real one of length 2 h.
-    `waves`: v, complex64, shape (h,), with v_h = v_0; `factors`: t_k for k = 0 ... h // 2,
-    complex64, with t_h-k = conj t_k; `scale`: s; `out`: where to write. With `inverse`, v has h + 1
-    numbers, the imaginary parts of the first and the last are ignored, conj t_k replaces t_k, and k
-    = 0 ... h - 1, so that the result has shape (h,).
+    The step between a complex transform of length h and a real one of length 2 h. `waves`: v,
+    complex64, shape (h,), with v_h = v_0; `factors`: t_k for k = 0 ... h // 2, complex64, with
+    t_h-k = conj t_k; `scale`: s; `out`: the output tensor. With `inverse`, v has h + 1 numbers, the
+    imaginary parts of the first and the last are ignored, conj t_k replaces t_k, and
+    k = 0 ... h - 1, so the result has shape (h,).
 
     Raises:
-        ValueError: too few numbers, or another number of factors.
+        ValueError: too few numbers, or the wrong number of factors.
     """
     n = len(waves)
     h = n - 1 if inverse else n
     if h < 1:
-        raise ValueError(f"{n} complex numbers: at least {1 + inverse} expected")
+        raise ValueError(f"{n} complex numbers: expected at least {1 + inverse}")
     waves = vector(waves, torch.complex64, n, "waves")
     factors = vector(factors, torch.complex64, h // 2 + 1, "factors")
     out = output(out, torch.complex64, h if inverse else h + 1, waves.device)
@@ -143,8 +142,7 @@ def fold(
 def by_halves(rows: int, d: int, on_cpu: bool) -> bool:
     """Return whether `rows` rows of length d are transformed as half as many complex numbers.
 
-    Only a single long row is: for short rows, and for several, the library's real transform is
-    vectorized over rows.
+    True only for a single long row: the library vectorizes short or several rows.
     """
     return on_cpu and rows == 1 and d >= HALVES_FROM and d % 2 == 0
 
@@ -152,24 +150,24 @@ def by_halves(rows: int, d: int, on_cpu: bool) -> bool:
 def real_forward(rows: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return X_k for k = 0 ... d // 2 of each row, complex64, shape (m, d // 2 + 1).
 
-    `rows`: float32, shape (m, d), d at least 1. `out`: where to write.
+    `rows`: float32, shape (m, d), d at least 1. `out`: the output tensor.
     """
     m, d = rows.shape
     if not by_halves(m, d, rows.is_cpu):
         bins: Tensor = torch.fft.rfft(rows, norm="ortho", out=out)
         return bins
-    # A complex view needs an even storage offset; otherwise the row is copied.
+    # A complex view needs an even storage offset; otherwise copy the row.
     row = rows.clone() if rows.storage_offset() % 2 else rows.contiguous()
     waves = torch.fft.fft(torch.view_as_complex(row.view(-1, 2)))
-    own = None if out is None else out[0]
-    return fold(waves, turns(d), 0.5 / math.sqrt(d), out=own).unsqueeze(0)
+    first = None if out is None else out[0]
+    return fold(waves, turns(d), 0.5 / math.sqrt(d), out=first).unsqueeze(0)
 
 
 def real_inverse(bins: Tensor, d: int, *, out: Tensor | None = None) -> Tensor:
     """Return the rows with these bins, float32, shape (m, d).
 
     `bins`: complex64, shape (m, d // 2 + 1); the imaginary part of the first, and for even d of the
-    last, is ignored. `out`: where to write.
+    last, is ignored. `out`: the output tensor.
     """
     if not by_halves(len(bins), d, bins.is_cpu):
         rows: Tensor = torch.fft.irfft(bins, d, norm="ortho", out=out)

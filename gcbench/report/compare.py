@@ -181,7 +181,7 @@ class Row:
     def other_rule(self) -> str:
         """In which settings the update is not applied as the method declares; "" if it is."""
         found = update_rule.other({**self.first.config, "compressor": self.first.compressor_name})
-        return "" if found is None else found.words
+        return "" if found is None else found.summary
 
     @cached_property
     def disowned(self) -> str:

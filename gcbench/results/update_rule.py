@@ -1,7 +1,7 @@
-"""Whether a run applies its update by the rule that the method's source has for it.
+"""Deviations of a run's update rule from that of the method's source.
 
-A method declares the rule in `Compressor.recipe`. A run may have another one; it is then marked,
-on stderr when it starts and in comparisons. All of it follows from the stored config.
+A method declares the rule in `Compressor.recipe`. A run that overrides it is flagged on stderr when
+it starts, and in comparisons. Everything follows from the stored config.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from gcbench.core.schema import UPDATE_RULE
 from gcbench.results import declared
 
 OUTER = {"momentum": "outer_momentum", "nesterov": "outer_nesterov"}
-"""With local steps it is the outer step that applies what was decoded, and it is SGD."""
+"""With local steps the outer step, which is SGD, applies the decoded mean."""
 
 
 class Other(NamedTuple):
-    """Settings of a run that are not those of its method's rule, by name: what came, the rule."""
+    """Settings of a run that differ from its method's rule, and the values of the rule, by name."""
 
-    came: dict[str, Any]
+    actual: dict[str, Any]
     declared: dict[str, Any]
 
     @property
-    def words(self) -> str:
-        """What came and what the source has, such as "optimizer=adam, not sgd"."""
+    def summary(self) -> str:
+        """The differences, such as "optimizer=adam, not sgd"."""
         return "; ".join(
-            f"{key}={_word(self.came[key])}, not {_word(self.declared[key])}" for key in self.came
+            f"{key}={_text(self.actual[key])}, not {_text(self.declared[key])}"
+            for key in self.actual
         )
 
     @property
     def flags(self) -> str:
-        """The flags that give the run the rule of its method."""
-        words = []
+        """The command-line flags for the rule of the method."""
+        flags = []
         for key, value in self.declared.items():
             flag = f"--{key.replace('_', '-')}"
             if isinstance(value, bool):
-                words.append(flag if value else flag.replace("--", "--no-", 1))
+                flags.append(flag if value else flag.replace("--", "--no-", 1))
             else:
-                words.append(f"{flag} {_word(value)}")
-        return " ".join(words)
+                flags.append(f"{flag} {_text(value)}")
+        return " ".join(flags)
 
 
-def _word(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def other(config: Mapping[str, Any]) -> Other | None:
-    """Return the settings of a stored config that are not those of the method's rule.
+    """Return the settings of a stored config that differ from the method's rule.
 
-    None: the run has the rule that its method declares, or the method declares none, or it cannot
-    be made here (a third party's that is not installed).
+    None: there are none, the method declares no rule, or the method is not installed.
     """
     method = declared.of_method(config)
     if method is None:

@@ -29,7 +29,7 @@ from gcbench.core.values import text
 from gcbench.results.run_folder import RunFolder
 from gcbench.results.schema import SCHEMA
 from gcbench.results.settings import DEFAULTS, SET_FLAGS, Settings
-from gcbench.training import limits, membership
+from gcbench.training import limits, rank
 
 
 class Config(Settings):
@@ -492,7 +492,7 @@ def threads_per_worker(config: Config) -> int:
 def check_limits(config: Config) -> None:
     """Raise UsageError for a run that takes more than this machine should give."""
     limits.check_threads(threads_per_worker(config))
-    if not membership.by_torchrun():  # otherwise the user started the processes
+    if not rank.by_torchrun():  # otherwise the user started the processes
         spawned = config.engine in ("spawn", "ddp")
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 
@@ -604,7 +604,7 @@ def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None
 
 
 def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
-    """Return with how many threads a worker a stored run began, to resume it with as many.
+    """Return with how many threads per worker a stored run began, to resume it with as many.
 
     The bits of its result depend on that, on torch, and on the instruction set. `made` is the run's
     provenance.
@@ -653,7 +653,7 @@ def command(config: Config) -> str:
         "memory": method.memory,
         "memory_options": method.memory_options if config.memory == method.memory else {},
     }
-    method_word = registry.word(config.compressor)
+    method_word = registry.spec(config.compressor)
     words = ["gcbench", "run", "--task", config.task, "--compressor", method_word]
     if config.engine == "torchrun":
         words[:1] = ["torchrun", "--nproc-per-node", str(config.workers), "-m", "gcbench"]
@@ -670,7 +670,7 @@ def command(config: Config) -> str:
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            words += [flag, registry.word(value, key) if key == "memory" else _word(value)]
+            words += [flag, registry.spec(value, key) if key == "memory" else _word(value)]
     return shlex.join(words)
 
 
@@ -684,7 +684,7 @@ def _word(value: Any) -> str:
 
 
 def nominal_ratio(method: Compressor) -> float | None:
-    """Return 32 / the bits an element that the method's source quotes; None if it quotes none."""
+    """Return 32 / the bits per element that the method's source quotes; None if it quotes none."""
     bits = method.claims.nominal_bits
     return None if bits is None else 32 / bits
 

@@ -1,4 +1,4 @@
-"""Dropout whose masks are drawn by counter-based random numbers, from a `Key`."""
+"""Dropout with masks from counter-based random numbers, addressed by a `Key`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gcbench.core.compressor import Key
 class Dropout(nn.Module):
     """Dropout with masks from a `Key`: the same in every engine and after a resume.
 
-    In training an element is zero with probability `rate`, and otherwise divided by 1 - `rate`; in
-    evaluation nothing changes. The trainer sets `key` before each forward pass. torch's own dropout
-    would not do: it draws from one generator of the process, so its masks depend on the order in
-    which simulated workers are computed, and on what was drawn before a resume.
+    In training an element is zero with probability `rate`, and otherwise divided by 1 - `rate`;
+    evaluation changes nothing. The trainer sets `key` before each forward pass. torch's dropout
+    draws from a generator of the process, so its masks depend on the order of simulated workers and
+    on draws before a resume.
     """
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0 <= rate < 1:
-            raise ValueError(f"dropout {rate}: from 0 to below 1 is allowed")
+            raise ValueError(f"dropout {rate}: expected at least 0 and below 1")
         self.rate = rate
         self.key: Key | None = None
 
@@ -29,24 +29,24 @@ class Dropout(nn.Module):
         """Return `x`, a float tensor of any shape, with elements dropped.
 
         Raises:
-            RuntimeError: in training, and no key was set.
+            RuntimeError: in training mode without a key.
         """
         if not self.training or self.rate == 0:
             return x
         if self.key is None:
             raise RuntimeError(
-                "Dropout has no key: call gcbench.training.dropout.set_dropout_key before"
+                "Dropout has no key: call gcbench.training.dropout.set_dropout_key first"
             )
-        kept = ops.random.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
-        return x * (kept.to(x.dtype) / (1 - self.rate))
+        mask = ops.random.uniform(self.key, x.numel(), x.device).view(x.shape) >= self.rate
+        return x * (mask.to(x.dtype) / (1 - self.rate))
 
 
 def set_dropout_key(model: nn.Module, key: Key) -> None:
-    """Give each `Dropout` layer of a model draws of its own.
+    """Set the key of each `Dropout` layer of a model.
 
-    `key` has the seed, the step and the rank; the layers get different offsets in its stream.
+    `key` has the seed, the step and the rank; the layers have different offsets in its stream.
     """
     layers = (module for module in model.modules() if isinstance(module, Dropout))
     for place, layer in enumerate(layers):
-        # 2^40 draws apart: more than any activation has elements, so no two layers share a draw.
+        # 2^40 exceeds the elements of any activation, so layers never share a draw.
         layer.key = key._replace(stream=purposes.DROPOUT, offset=place << 40)

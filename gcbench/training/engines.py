@@ -3,12 +3,11 @@
 Local processes communicate only over loopback, see `gcbench.training.launch`. The ports that
 torchrun opens are torch's, and the user has to protect them. Its agent has a TCP store without a
 password, which listens on every interface of the machine unless `--standalone` or `--rdzv-endpoint
-localhost:...` is given; with the c10d rendezvous the agents exchange pickled state through it, so
-that whoever reaches the port can have code executed as the user. Each worker opens a port for the
+localhost:...` is given. With the c10d rendezvous the agents exchange pickled state through it, so
+anyone who can reach the port can execute code as the user. Each worker opens a port for the
 connections of gloo (or NCCL), on the interface of the host's name or of GLOO_SOCKET_IFNAME
-(NCCL_SOCKET_IFNAME), with neither password nor encryption. Run such jobs only on a network of
-machines that trust each other. What gcbench itself sends over these connections is JSON and
-tensors, never pickled.
+(NCCL_SOCKET_IFNAME), with neither password nor encryption. Run such jobs only on a trusted network.
+gcbench itself sends only JSON and tensors over these connections, and never unpickles.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from torch.distributed.rendezvous import rendezvous
 
 from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
-from gcbench.training import agreement, captures, configuration, launch, membership
+from gcbench.training import captures, configuration, launch, preflight, rank
 from gcbench.training.configuration import Config
-from gcbench.training.membership import Membership
-from gcbench.training.overlapped import DdpTrainer
+from gcbench.training.ddp_trainer import DdpTrainer
+from gcbench.training.rank import Rank
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 
 
 @contextmanager
-def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
+def _stop_on_signals(*, managed: bool) -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a flag, which the yielded function returns.
 
-    A second signal acts as usual, except in a worker that was `launched`: torchrun sends workers a
-    signal that the terminal has sent to them already, and the launcher decides when to kill them.
+    A second signal has its usual effect, except in a `managed` worker: torchrun repeats the
+    terminal's signal, and the launcher decides when to kill workers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -57,7 +56,7 @@ def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
 
         def handle(number: int, frame: object) -> None:
             asked.set()
-            if not launched:
+            if not managed:
                 signal.signal(number, before[signal.Signals(number)])
 
         for number in before:
@@ -72,10 +71,10 @@ def _stop_on_signals(*, launched: bool) -> Iterator[Callable[[], bool]]:
 def without_compiler() -> Iterator[None]:
     """Use torch.optim without importing torch.compile's front end, torch._dynamo.
 
-    Methods of `torch.optim.Optimizer` import it at their first call, to be left out of what is
-    compiled; that takes as long as importing torch. Nothing is compiled here, so they are marked as
-    left out already (torch/_compile.py, tried with torch 2.13; the attribute is torch's own, and
-    where a version has it no longer, only the time is lost).
+    Methods of `torch.optim.Optimizer` import it at their first call to disable compilation, which
+    takes as long as importing torch. Nothing is compiled here, so they are marked as disabled in
+    advance (torch/_compile.py, tested with torch 2.13). In a torch version without this internal
+    attribute, only the time is lost.
     """
     mark = "__dynamo_disable"
     plain = [
@@ -91,10 +90,10 @@ def without_compiler() -> Iterator[None]:
             delattr(method, mark)
 
 
-def _fit(config: Config, world: World, run: Run, options: Options, *, launched: bool) -> None:
-    """Train the workers of this process; in the process of worker 0, finish the run."""
+def _fit(config: Config, world: World, run: Run, options: Options, *, managed: bool) -> None:
+    """Train the workers of this process; worker 0's process finishes the run."""
     try:
-        with _stop_on_signals(launched=launched) as stop, without_compiler():
+        with _stop_on_signals(managed=managed) as stop, without_compiler():
             kind = DdpTrainer if config.engine == "ddp" else Trainer
             trainer = kind(config, world, run, options)
             summary = trainer.fit(stop)
@@ -114,19 +113,19 @@ def simulate(config: Config, run: Run, options: Options) -> None:
     parallel = 1 if device.type == "cuda" else max(1, configuration.cores() // threads)
     link = Link(config.link_gbit, config.link_latency_us)
     world = SimulatedWorld(config.workers, device, link, threads, min(parallel, config.workers))
-    _fit(config, world, run, options, launched=False)
+    _fit(config, world, run, options, managed=False)
 
 
 def join(
-    member: Membership, kind: str, threads: int, at_most: timedelta | None = None
+    member: Rank, kind: str, threads: int, at_most: timedelta | None = None
 ) -> DistributedWorld:
     """Join the process group of a job as one worker, on a device of type `kind`, "cpu" or "cuda".
 
-    `at_most` is an upper limit of the timeout of collectives.
+    `at_most`: an upper limit of the timeout of collectives.
 
     Raises:
-        UsageError: the timeout in the environment is not valid.
-        PeerLostError: not all workers arrived in that time, or torchrun's agent has ended.
+        UsageError: the timeout in the environment is invalid.
+        PeerLostError: not all workers joined within the timeout, or torchrun's agent has ended.
     """
     timeout = launch.collective_timeout()
     timeout = timeout if at_most is None else min(timeout, at_most)
@@ -141,16 +140,16 @@ def join(
         store = _store(member, timeout)
         dist.init_process_group(backend, store=store, **place)
     except RuntimeError as error:
-        said = (str(error).splitlines() or [""])[0]
+        reason = (str(error).splitlines() or [""])[0]
         raise PeerLostError(
-            f"worker {member.rank}: the {member.size} workers of this job did not find each other "
-            f"within {timeout.total_seconds():.0f} s ({launch.TIMEOUT}): {said:.200}"
+            f"worker {member.rank}: the {member.size} workers of this job did not connect within "
+            f"{timeout.total_seconds():.0f} s ({launch.TIMEOUT}): {reason:.200}"
         ) from error
     return DistributedWorld(device, store, timeout, watched=member.folder is not None)
 
 
-def _store(member: Membership, timeout: timedelta) -> Store:
-    """Return the key-value store through which the workers of this job find each other."""
+def _store(member: Rank, timeout: timedelta) -> Store:
+    """Return the key-value store in which the workers of this job rendezvous."""
     if member.folder is not None:
         store: Store = FileStore(str(member.folder / "store"), member.size)
         store.set_timeout(timeout)
@@ -161,10 +160,10 @@ def _store(member: Membership, timeout: timedelta) -> Store:
     return fresh(store, member, timeout)
 
 
-def _require_agent(member: Membership) -> None:
-    """Raise PeerLostError if torchrun's agent, which has the store, has ended.
+def _require_agent(member: Rank) -> None:
+    """Raise PeerLostError if torchrun's agent, which hosts the store, has ended.
 
-    torch would try to connect until the timeout.
+    Otherwise torch would try to connect until the timeout.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -173,50 +172,50 @@ def _require_agent(member: Membership) -> None:
         socket.create_connection(address, timeout=30).close()
     except OSError as error:
         raise PeerLostError(
-            f"worker {member.rank}: torchrun's agent at {address[0]}:{address[1]} does not answer "
-            f"({error.strerror or error}): it has ended"
+            f"worker {member.rank}: torchrun's agent at {address[0]}:{address[1]} has ended: "
+            f"{error.strerror or error}"
         ) from error
 
 
-def fresh(store: Store, member: Membership, timeout: timedelta) -> Store:
+def fresh(store: Store, member: Rank, timeout: timedelta) -> Store:
     """Return a part of torchrun's store that no earlier attempt of the job has written to.
 
-    After a restart (`--max-restarts`) the store still has the keys of the workers that died, and a
-    process group that found them would wait for those workers. torch's count of restarts cannot
-    name an attempt: on several machines each agent has its own count. So worker 0 draws a random
-    name, waits until every other worker has answered to it, and confirms each answer: then every
-    worker knows that the name is of a worker 0 that is alive.
+    After a restart (`--max-restarts`) the store still has the keys of the ended workers, and a
+    process group would wait for those workers. torch's restart count cannot identify an attempt,
+    because it differs between the agents of several machines. So worker 0 draws a random name,
+    waits until every other worker has replied to it, and confirms each reply: every worker then
+    knows that the name belongs to a running worker 0.
 
     Raises:
-        PeerLostError: worker 0 did not come in time.
-        torch.distributed.DistStoreError: on worker 0, another worker did not come in time.
+        PeerLostError: worker 0 did not reply in time.
+        torch.distributed.DistStoreError: on worker 0, another worker did not reply in time.
     """
-    own = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     if member.rank == 0:
-        store.set("gcbench/attempt", own)
+        store.set("gcbench/attempt", token)
         for rank in range(1, member.size):
-            theirs = store.get(f"gcbench/{own}/{rank}").decode()  # waits for it
-            store.set(f"gcbench/{own}/{rank}/{theirs}", "")
-        return PrefixStore(own, store)
-    patience = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < patience:
+            reply = store.get(f"gcbench/{token}/{rank}").decode()  # waits for it
+            store.set(f"gcbench/{token}/{rank}/{reply}", "")
+        return PrefixStore(token, store)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
         attempt = store.get("gcbench/attempt").decode()
-        store.set(f"gcbench/{attempt}/{member.rank}", own)
-        if store.check([f"gcbench/{attempt}/{member.rank}/{own}"]):
+        store.set(f"gcbench/{attempt}/{member.rank}", token)
+        if store.check([f"gcbench/{attempt}/{member.rank}/{token}"]):
             return PrefixStore(attempt, store)
         time.sleep(0.01)
     raise PeerLostError(
-        f"worker {member.rank}: worker 0 did not come within {timeout.total_seconds():.0f} s "
+        f"worker {member.rank}: worker 0 did not connect within {timeout.total_seconds():.0f} s "
         f"({launch.TIMEOUT})"
     )
 
 
-def check_size(member: Membership, workers: int) -> None:
-    """Raise UsageError if torchrun started another number of processes than `workers`."""
+def check_size(member: Rank, workers: int) -> None:
+    """Raise UsageError if torchrun did not start `workers` processes."""
     if member.size != workers:
         raise UsageError(
-            f"--workers {workers} under torchrun with {member.size} processes: they are the "
-            f"workers; give --workers {member.size}"
+            f"--workers {workers} under torchrun with {member.size} processes, which are the "
+            f"workers: use --workers {member.size}"
         )
 
 
@@ -224,72 +223,72 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
     """Run one worker of a job that torchrun started.
 
     Raises:
-        UsageError: the job has another number of workers than the config, or torchrun did not start
+        UsageError: the number of workers differs between job and config, or torchrun did not start
             this process.
     """
-    member = membership.from_torchrun()
+    member = rank.from_torchrun()
     if member is None:
         raise UsageError("engine torchrun: torchrun did not start this process")
     check_size(member, config.workers)
     _be_worker(member, config, run, options)
 
 
-def _be_worker(member: Membership, config: Config, run: Run, options: Options) -> None:
+def _be_worker(member: Rank, config: Config, run: Run, options: Options) -> None:
     threads = options.threads or configuration.threads_per_worker(config)
     world = join(member, config.device, threads)
-    # All take worker 0's number of threads: it knows that of a resumed run, and the default depends
-    # on a machine's cores.
+    # Use worker 0's number of threads: it reads that of a resumed run, and the default depends on
+    # the machine's cores.
     try:
         torch.set_num_threads(world.collect([threads])[0])
-        agreement.check(world, agreement.facts(config))
+        preflight.check(world, preflight.facts(config))
     except GcbenchError:
         world.close()
         raise
-    _fit(config, world, run, options, launched=True)
+    _fit(config, world, run, options, managed=True)
 
 
 def _options_to_json(options: Options) -> dict[str, Any]:
-    given = {
+    plain = {
         name: getattr(options, name)
         for name in ("checkpoint_seconds", "progress", "sinks", "threads", "after")
     }
     look, plan, data = options.on_bucket, options.capture, options.data_dir
-    return given | {
+    return plain | {
         "data_dir": None if data is None else str(data),
         "on_bucket": None if look is None else launch.name_of(look),
         "capture": None if plan is None else asdict(plan),
     }
 
 
-def _options_from_json(told: dict[str, Any]) -> Options:
-    look, plan, data = told["on_bucket"], told["capture"], told["data_dir"]
+def _options_from_json(options: dict[str, Any]) -> Options:
+    look, plan, data = options["on_bucket"], options["capture"], options["data_dir"]
     return Options(
         data_dir=None if data is None else Path(data),
-        checkpoint_seconds=told["checkpoint_seconds"],
-        progress=told["progress"],
+        checkpoint_seconds=options["checkpoint_seconds"],
+        progress=options["progress"],
         on_bucket=None if look is None else launch.named(look),
         capture=None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
-        sinks=tuple(told["sinks"]),
-        threads=told["threads"],
-        after=told["after"],
+        sinks=tuple(options["sinks"]),
+        threads=options["threads"],
+        after=options["after"],
     )
 
 
-def _train(member: Membership, config_json: str, folder: str, told: dict[str, Any]) -> None:
+def _train(member: Rank, config_json: str, folder: str, options: dict[str, Any]) -> None:
     config = Config.model_validate_json(config_json)
-    _be_worker(member, config, Run(Path(folder)), _options_from_json(told))
+    _be_worker(member, config, Run(Path(folder)), _options_from_json(options))
 
 
 def spawn(config: Config, run: Run, options: Options) -> None:
-    """Run every worker in a process of its own on this machine.
+    """Run every worker in a separate process on this machine.
 
     Raises:
         GcbenchError: the first error of any worker.
-        Interrupted: the user asked to stop.
+        Interrupted: the user interrupted the run.
     """
     threads = options.threads or configuration.threads_per_worker(config)
-    words = config.model_dump_json(), str(run.folder), _options_to_json(options)
-    launch.in_processes(config.workers, threads, _train, words)
+    arguments = config.model_dump_json(), str(run.folder), _options_to_json(options)
+    launch.in_processes(config.workers, threads, _train, arguments)
 
 
 def ddp(config: Config, run: Run, options: Options) -> None:
@@ -298,7 +297,7 @@ def ddp(config: Config, run: Run, options: Options) -> None:
     Raises:
         GcbenchError: see `torchrun` and `spawn`.
     """
-    start = torchrun if membership.by_torchrun() else spawn
+    start = torchrun if rank.by_torchrun() else spawn
     start(config, run, options)
 
 

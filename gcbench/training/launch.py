@@ -1,19 +1,18 @@
-"""Local worker processes: started, watched and ended by this process, their launcher.
+"""The launcher of local worker processes: it starts, watches and ends them.
 
-What others could reach while they run: a folder that only this user can enter (mode 0700), with the
-file through which the workers find each other (torch's FileStore), the description of the job, and
-the workers' results, in JSON. Gloo connects the workers over loopback: each listens on a port of
-127.0.0.1 that no other machine reaches. There is no TCP store, and nothing that arrives is
-unpickled.
+Exposure while they run: a folder that only this user can access (mode 0700), with the file in which
+the workers rendezvous (torch's FileStore), the description of the job, and the workers' results as
+JSON. Gloo connects the workers over loopback: each listens on a port of 127.0.0.1, unreachable from
+other machines. There is no TCP store, and nothing is unpickled.
 
-A risk remains, as gloo has no passwords: another user of this machine who connects to such a port
-just before a worker does, with the number that gloo expects, could take the worker's place and
-falsify gradients and records, but not have code executed. If you do not trust the other users of a
-machine, use `--engine simulate` there.
+One risk remains because gloo has no passwords: another user of this machine who connects to such a
+port just before a worker does, with the number that gloo expects, could impersonate the worker and
+falsify gradients and records, but not execute code. If you do not trust the other users of a
+machine, use `--engine simulate`.
 
-The workers are forked by one process that has imported torch and gcbench (`gcbench.training.
-launched`), and end with this one, whatever ends it. When one fails, the others are ended, and the
-error that is raised is that of the worker that failed first.
+One process that has imported torch and gcbench forks the workers (`fork_server`); they end when
+this process does. When one fails, the others are ended, and the error that is raised is that of
+the worker that failed first.
 """
 
 from __future__ import annotations
@@ -44,26 +43,26 @@ from gcbench.core.errors import (
     PeerLostError,
     UsageError,
 )
-from gcbench.training import launched
-from gcbench.training.membership import Membership
+from gcbench.training import fork_server
+from gcbench.training.rank import Rank
 
 TIMEOUT = "GCBENCH_COLLECTIVE_TIMEOUT"
-"""Environment variable: how many seconds a worker waits for the others in a collective."""
+"""Environment variable with the seconds that a worker waits for the others in a collective."""
 USUAL_TIMEOUT = 600.0
 LONGEST_TIMEOUT = 86400.0
 GRACE_SECONDS = 5.0
-"""Time for workers to end by themselves, after another one failed, before they are killed."""
+"""Time for workers to end after another one failed, before they are killed."""
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _FROM_TERMINAL = {signal.SIGINT, signal.SIGHUP}
-"""Signals that a terminal sends to all processes: workers block them, and the launcher, which
-receives them, sends SIGTERM to the workers."""
+"""Signals that a terminal sends to all processes: workers block them; the launcher sends SIGTERM to
+the workers instead."""
 
 
 def collective_timeout() -> timedelta:
     """Return how long a worker waits for the others in a collective.
 
     Raises:
-        UsageError: the environment has no number of seconds that is allowed.
+        UsageError: the value in the environment is invalid.
     """
     text = os.environ.get(TIMEOUT, "")
     try:
@@ -72,8 +71,8 @@ def collective_timeout() -> timedelta:
         seconds = math.nan
     if not 1 <= seconds <= LONGEST_TIMEOUT:
         raise UsageError(
-            f"{TIMEOUT}={text!r} in the environment: seconds from 1 to {LONGEST_TIMEOUT:.0f} "
-            f"expected; without it they are {USUAL_TIMEOUT:.0f}"
+            f"{TIMEOUT}={text!r} in the environment: expected seconds from 1 to "
+            f"{LONGEST_TIMEOUT:.0f}; unset it for {USUAL_TIMEOUT:.0f}"
         )
     return timedelta(seconds=seconds)
 
@@ -88,11 +87,11 @@ def name_of(function: Callable[..., Any]) -> str:
         UsageError: it cannot be imported: a closure, a method, a function of the main script.
     """
     name = f"{function.__module__}:{function.__qualname__}"
-    found = vars(sys.modules[function.__module__]).get(function.__qualname__)
-    if found is not function or function.__module__ == "__main__":
+    importable = vars(sys.modules[function.__module__]).get(function.__qualname__) is function
+    if not importable or function.__module__ == "__main__":
         raise UsageError(
-            f"{name} cannot be handed to other processes: a function at the top of a module that "
-            "can be imported is expected; or use engine simulate"
+            f"{name} cannot be used in other processes: define it at the top level of an "
+            "importable module, or use engine simulate"
         )
     return name
 
@@ -100,8 +99,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def named(name: str) -> Callable[..., Any]:
     """Return the function with this "module:name", importing its module."""
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    target: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return target
 
 
 # ---- a worker ------------------------------------------------------------------------------------
@@ -114,16 +113,16 @@ def _report(folder: str | Path, rank: int) -> Path:
 def work(folder: str, rank: int, job: dict[str, Any]) -> None:
     """Run one local worker: do the job, write a report for the launcher, and end the process.
 
-    The process ends without the interpreter's teardown, which threads of torch's process group
-    occasionally abort if they still run.
+    The process skips the interpreter's teardown, which running threads of torch's process group
+    occasionally abort.
     """
-    member = Membership(rank, job["workers"], rank, job["workers"], Path(folder))
+    member = Rank(rank, job["workers"], rank, job["workers"], Path(folder))
     try:
         report = {"result": named(job["call"])(member, *job["arguments"])}
     except (Exception, SystemExit) as error:  # a plug-in may call sys.exit
-        known = isinstance(error, GcbenchError)
+        expected = isinstance(error, GcbenchError)
         report = {
-            "error": str(error) if known else f"worker {rank}: {error!r}",
+            "error": str(error) if expected else f"worker {rank}: {error!r}",
             "exit_code": getattr(error, "exit_code", 1),
             "peer_lost": isinstance(error, PeerLostError),
             "diverged_at": error.step if isinstance(error, DivergedError) else None,
@@ -140,25 +139,24 @@ def work(folder: str, rank: int, job: dict[str, Any]) -> None:
 
 
 class _LocalJob:
-    """The workers of one job, seen by their launcher."""
+    """The workers of one job, as the launcher manages them."""
 
     def __init__(self, folder: str, workers: int) -> None:
         self.folder, self.workers = folder, workers
         self.codes: dict[int, int] = {}
-        """Rank -> exit code of each worker that has ended; -n: it was ended by signal n."""
+        """Exit code of each ended worker by rank; -n: it was ended by signal n."""
         self.events: SimpleQueue[int | None] = SimpleQueue()
-        """Receives the rank of each worker when it ends; None for a request to stop."""
+        """The rank of each worker when it ends; None for a request to stop."""
         self.failed: list[int] = []
-        """Ranks of the workers that failed without being asked to end, in order of time."""
+        """Ranks of the workers that failed before a request to end, in order of time."""
         self.stopping = False
         self._started = False
 
     def start(self, threads: int) -> None:
-        """Start the process that forks the workers, with the signals in `_FROM_TERMINAL` blocked.
+        """Start the fork server, with the signals in `_FROM_TERMINAL` blocked.
 
-        Otherwise it would print a traceback at Ctrl-C while it imports. A new process inherits the
-        signal mask of the thread that starts it, and the workers inherit that; this thread blocks
-        the signals only meanwhile, and receives them afterwards.
+        Otherwise it would print a traceback at Ctrl-C while it imports. The fork server and the
+        workers inherit the signal mask of this thread, which blocks the signals only meanwhile.
         """
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
         place = {
@@ -171,10 +169,10 @@ class _LocalJob:
         self._channel, theirs = socket.socketpair()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_TERMINAL)
         try:
-            words = [self.folder, str(os.getpid()), str(theirs.fileno())]
+            arguments = [self.folder, str(os.getpid()), str(theirs.fileno())]
             self._process = subprocess.Popen(
-                # -P: the script's own folder, this package, must not be searched for imports.
-                [sys.executable, "-P", launched.__file__, *words],
+                # -P: do not import from the script's folder, this package.
+                [sys.executable, "-P", fork_server.__file__, *arguments],
                 stdin=subprocess.DEVNULL,
                 env=inherited | {name: str(value) for name, value in place.items()},
                 pass_fds=[theirs.fileno()],
@@ -186,11 +184,11 @@ class _LocalJob:
         self._listener.start()
 
     def _listen(self) -> None:
-        """Put an event for each worker that ends, and end when all have, and their parent, too."""
-        # Reset: the process that forks the workers was killed before it read all that it was sent.
+        """Put an event for each worker that ends; return when all workers and the server ended."""
+        # Reset: the fork server was killed before it read all requests.
         with suppress(ConnectionResetError), self._channel.makefile() as lines:
             for line in lines:
-                if line.strip() == launched.STARTED:
+                if line.strip() == fork_server.STARTED:
                     self._started = True
                     continue
                 rank, code = map(int, line.split())
@@ -198,30 +196,30 @@ class _LocalJob:
                 self.events.put(rank)
         self._channel.close()
         code = self._process.wait()
-        for rank in set(range(self.workers)) - self.codes.keys():  # with their parent, or unborn
+        for rank in set(range(self.workers)) - self.codes.keys():  # ended with the fork server
             self.codes[rank] = code
             self.events.put(rank)
 
     def report(self, rank: int) -> dict[str, Any]:
-        """Return a worker's report; an empty one if the worker died without writing it."""
+        """Return a worker's report; empty if the worker ended without writing one."""
         try:
-            found: dict[str, Any] = json.loads(_report(self.folder, rank).read_text())
+            report: dict[str, Any] = json.loads(_report(self.folder, rank).read_text())
         except (OSError, ValueError):
             return {}
-        return found
+        return report
 
     def wait(self) -> None:
         """Wait until all workers have ended.
 
-        When one fails, or the user asks to stop, the others are asked to end; after GRACE_SECONDS,
-        or when the user asks a second time, they are killed.
+        If one fails, or the user interrupts, the others are asked to end; after GRACE_SECONDS, or
+        at the second interrupt, they are killed.
         """
         left = set(range(self.workers))
         deadline, asked = math.inf, False
         while left:
             try:
-                # At most a second at a time: Python handles a signal that another thread received
-                # only when this thread is not waiting.
+                # At most a second: Python handles a signal of another thread only when this thread
+                # is not waiting.
                 event = self.events.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
             except Empty:
                 if time.monotonic() >= deadline:
@@ -239,12 +237,12 @@ class _LocalJob:
             if self.codes[event] == 0 and "result" in report:
                 continue
             if report or not asked:
-                self.failed.append(event)  # but no worker that was asked to end, and just did so
+                self.failed.append(event)  # without workers that ended on request
             if report.get("exit_code") == Interrupted.exit_code:
                 continue  # the others stop at the same step, and may still write a checkpoint
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-            # A worker that only lost a peer is not the cause: the peer's own report may come a
-            # moment later, and the others lose the same peer anyway.
+            # A worker that lost a peer is not the cause: the peer's report may follow, and the
+            # others lose the same peer anyway.
             if not asked and not report.get("peer_lost"):
                 asked = True
                 self._ask(left)
@@ -252,16 +250,16 @@ class _LocalJob:
     def _ask(self, ranks: set[int]) -> None:
         """Send SIGTERM to workers: those that train write a checkpoint, the others end at once."""
         self._signal(ranks, signal.SIGTERM)
-        self._process.terminate()  # which counts only while it imports
+        self._process.terminate()  # effective only while it imports
 
     def kill(self) -> None:
-        """End all workers at once; while they are not forked yet, the process that would."""
+        """Kill all workers, or the fork server if it has not forked them yet."""
         self._signal(set(range(self.workers)), signal.SIGKILL)
         if not self._started:
             self._process.kill()
 
     def end(self) -> None:
-        """End what is left of the job, and wait until nothing is."""
+        """Kill all remaining processes and wait until they have ended."""
         self.kill()
         self._listener.join()
 
@@ -273,7 +271,7 @@ class _LocalJob:
     def error(self) -> GcbenchError | None:
         """Return the first failure as an error of this process; None if there was none.
 
-        The error of a worker that only lost its peers counts only if there is no other.
+        The loss of a peer counts only without another error.
         """
         reports = {rank: self.report(rank) for rank in self.failed}
         stopped = [r for r in reports.values() if r.get("exit_code") == Interrupted.exit_code]
@@ -283,16 +281,16 @@ class _LocalJob:
             if report not in stopped and not report.get("peer_lost")
         }
         if self.stopping or stopped:
-            # Workers without a report ended because they were asked to.
+            # Workers without a report ended on request.
             causes = {rank: report for rank, report in causes.items() if report}
             if not causes:
                 return Interrupted(stopped[0]["error"] if stopped else "stopped by the user")
         if not causes:
-            return self._retold(next(iter(reports.values()))) if reports else None
+            return self._to_error(next(iter(reports.values()))) if reports else None
         rank, report = next(iter(causes.items()))
-        return self._retold(report) if report else GcbenchError(self._died(rank))
+        return self._to_error(report) if report else GcbenchError(self._died(rank))
 
-    def _retold(self, report: dict[str, Any]) -> GcbenchError:
+    def _to_error(self, report: dict[str, Any]) -> GcbenchError:
         error = GcbenchError(report["error"])
         if report["exit_code"] == UsageError.exit_code:
             error = UsageError(report["error"])
@@ -304,20 +302,20 @@ class _LocalJob:
     def _died(self, rank: int) -> str:
         code = self.codes[rank]
         if code >= 0:
-            return f"worker {rank} ended with exit code {code}, without a word"
+            return f"worker {rank} ended with exit code {code} and without a report"
         try:
             name = signal.Signals(-code).name
         except ValueError:  # a real-time signal
             name = f"signal {-code}"
-        why = ": often memory that ran out" if -code == signal.SIGKILL else ""
+        why = ": often out of memory" if -code == signal.SIGKILL else ""
         return f"worker {rank} was ended by {name}{why}"
 
 
 @contextmanager
 def _stop_requests(events: SimpleQueue[int | None]) -> Iterator[None]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into events; a signal that is ignored (nohup) stays ignored.
+    """Turn Ctrl-C, SIGTERM and SIGHUP into events; an ignored signal (nohup) stays ignored.
 
-    Outside of the main thread, where Python allows no handlers, nothing is changed.
+    Outside the main thread, where Python does not allow handlers, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -336,20 +334,20 @@ def _stop_requests(events: SimpleQueue[int | None]) -> Iterator[None]:
 def in_processes(
     workers: int, threads: int, call: Callable[..., Any], arguments: Sequence[Any]
 ) -> list[Any]:
-    """Return what `call(member, *arguments)` returns in each of `workers` processes, by rank.
+    """Run `call(member, *arguments)` in each of `workers` processes; return the results by rank.
 
-    `call` is a function at the top of a module, `member` the process's `Membership`; `arguments`
-    and what it returns are values that JSON can hold. Each process has RANK and the like in its
-    environment, and `threads` threads for OpenMP.
+    `call` is a function at the top level of a module, `member` the process's `Rank`; `arguments`
+    and results are JSON values. Each process has RANK and related variables in its environment, and
+    `threads` threads for OpenMP.
 
-    The first Ctrl-C, SIGTERM or SIGHUP asks the workers to stop, the second one ends them at once.
+    The first Ctrl-C, SIGTERM or SIGHUP asks the workers to stop, the second one kills them.
 
     Raises:
-        GcbenchError: the first failure of any worker, or how it died.
-        Interrupted: the user asked to stop.
+        GcbenchError: the first failure of any worker.
+        Interrupted: the user interrupted the job.
         UsageError: `call` cannot be imported by its name.
     """
-    collective_timeout()  # raises for a wrong value before processes start
+    collective_timeout()  # raises before processes start if the value is invalid
     job = {
         "path": sys.path,
         "call": name_of(call),

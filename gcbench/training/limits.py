@@ -1,8 +1,8 @@
-"""Limits on threads, workers and grids of one command, checked before anything starts.
+"""Limits on threads, workers and grid size of a command, checked before anything starts.
 
-They are far above what anybody needs, and low enough that a mistyped number does not bring the
-machine to a halt. `GCBENCH_NO_LIMITS=1` in the environment lifts them, except the limit on threads,
-above which libraries crash.
+They are far above practical values, and low enough that a typo does not overload the machine.
+`GCBENCH_NO_LIMITS=1` in the environment lifts them, except the limit on threads, above which
+libraries crash.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from gcbench.core.errors import UsageError
 
 INSIST = "GCBENCH_NO_LIMITS"
 THREADS = 1024
-"""The most threads of a worker."""
+"""Maximum threads per worker."""
 SIMULATED = 4096
-"""The most workers in one process: each has a gradient, and the buffers of its memory."""
+"""Maximum workers in one process, each with a gradient and the buffers of its memory."""
 PROCESSES_A_CORE = 8
-"""The most local processes for each core; each takes a quarter of a gigabyte of memory."""
+"""Maximum local processes per core; each uses a quarter of a gigabyte of memory."""
 CONFIGURATIONS = 2000
-"""The most runs in a grid."""
+"""Maximum runs of a grid."""
 
 
 def _refuse(asked: str, limit: str, *, insist: bool = True) -> UsageError:
-    how = f"; set {INSIST}=1 in the environment to do it all the same" if insist else ""
+    how = f"; set {INSIST}=1 in the environment to lift the limit" if insist else ""
     return UsageError(f"{asked}: at most {limit}{how}")
 
 
@@ -33,15 +33,15 @@ def insisted() -> bool:
 
 
 def check_threads(threads: int) -> None:
-    """Raise UsageError for more threads than libraries can start without crashing."""
+    """Raise UsageError for more threads than libraries support."""
     if threads > THREADS:
         raise _refuse(f"--threads {threads}", f"{THREADS} threads", insist=False)
 
 
 def check_workers(workers: int, *, processes: bool, cores: int) -> None:
-    """Raise UsageError for more workers than this machine should hold.
+    """Raise UsageError for more workers than this machine should run.
 
-    `processes`: whether each worker is a process on this machine, and not simulated in one.
+    `processes`: whether each worker is a process on this machine; otherwise they are simulated.
     """
     limit = PROCESSES_A_CORE * cores if processes else SIMULATED
     if workers > limit and not insisted():

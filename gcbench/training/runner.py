@@ -1,4 +1,4 @@
-"""Makes the runs of a grid one after the other: skips finished ones, resumes interrupted ones."""
+"""Runs a grid sequentially: skips finished runs and resumes interrupted ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageE
 from gcbench.core.progress import Mode
 from gcbench.results import rows, update_rule
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, engines, membership, sinks
+from gcbench.training import captures, configuration, engines, rank, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options
@@ -25,27 +25,23 @@ def _say(text: str) -> None:
 
 
 Work = Generator[Config, Mapping[str, Any], None]
-"""A generator that yields configs, and is sent the summary of each before it yields the next."""
+"""A generator that yields configs, and receives the summary of each before it yields the next."""
 
 
 def each(configs: Sequence[Config]) -> Work:
-    """Yield the configs of a grid, whatever their summaries are."""
-    for config in configs:  # noqa: UP028 - `yield from` a list could not be sent anything
+    """Yield the configs of a grid, ignoring their summaries."""
+    for config in configs:  # noqa: UP028 - `yield from` a list cannot receive summaries
         yield config
 
 
 def _raise_if_failed(summary: Mapping[str, Any], where: str) -> None:
-    """Raise the error with which a stored run failed, if it did; `where` says where it is stored.
-
-    Raises:
-        DivergedError: the run diverged.
-    """
+    """Raise DivergedError if a stored run diverged; `where` describes where it is stored."""
     if failed := summary.get("failed"):
         raise DivergedError(f"{failed['reason']} ({where})", failed["step"])
 
 
 class Runner:
-    """Runs configs one after the other, each in its folder below `results`."""
+    """Runs configs sequentially, each in its folder below `results`."""
 
     def __init__(
         self,
@@ -61,82 +57,81 @@ class Runner:
         suite: str = "",
         show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None,
     ) -> None:
-        """Keep what all runs have in common.
+        """Store the settings of all runs.
 
-        `capture`: which gradients are kept; `sink_names`: the sinks that receive the records;
-        `show` prints the summaries of finished runs. `rows_files`: files of rows
-        (`gcbench.results.rows`); a run that has a row in one of them is not made again, and each
-        finished run adds its own to the first, with `suite`, name/version, as the suite for which
-        it was made.
+        `capture`: the gradients to store; `sink_names`: the sinks that receive the records; `show`
+        prints the summaries of finished runs. `rows_files`: files of rows
+        (`gcbench.results.rows`); runs with a row in one of them are skipped, and each finished run
+        adds a row to the first, labeled with `suite`, name/version.
         """
         self.results, self.data_dir, self.force = results, data_dir, force
         self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
         self.capture, self.sink_names = capture, sink_names
         self.rows_files, self.suite, self.show = tuple(rows_files), suite, show
         self.stale: set[str] = set()
-        """The hashes of configs that `force` makes again, and that still have earlier results."""
-        self.marked: set[str] = set()
-        """What was said of runs that have another update rule than their method."""
+        """The hashes of configs to repeat by `force`, which still have earlier results."""
+        self.flagged: set[str] = set()
+        """Printed messages about runs whose update rule differs from their method's."""
         self.after = 0
-        """How many steps the runs that are still to be made have together."""
+        """The total steps of the remaining runs."""
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
-        """Make all runs of a grid, as `work` does, after their devices and limits are checked."""
+        """Run all configs of a grid, like `work`, after checking their devices and limits."""
         configs = [self._in_environment(config) for config in configs]
         for config in configs:
             self._check(config)
-        known = self._rows()
-        pending = [one for one in configs if one.hash not in known and self._pending(one)]
+        stored = self._rows()
+        pending = [one for one in configs if one.hash not in stored and self._pending(one)]
         if self.force:
             places = {one.hash: self.results / one.run_name / "summary.json" for one in configs}
             self.stale = {name for name, path in places.items() if path.exists()}
         self.after = sum(config.steps for config in pending)
-        if len(pending) > 1 and membership.leads():
-            _say(f"{len(pending)} runs to make, {self.after:,} steps in all")
+        if len(pending) > 1 and rank.leads():
+            _say(f"{len(pending)} runs, {self.after:,} steps in total")
         self.work(each(configs), len(configs), json=json)
 
     def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
-        """Return the rows of runs that are not to be made again, each with its file.
+        """Return the rows of runs to skip, with their files, by config hash.
 
-        The keys are the hashes of their configs. Of two rows with one config the first counts.
+        If two rows have the same config, the first counts.
         """
-        found: dict[str, tuple[rows.StoredRun, Path]] = {}
+        stored: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
-                found.setdefault(configuration.hash_of(one["config"]), (one, path))
-        return found
+                stored.setdefault(configuration.hash_of(one["config"]), (one, path))
+        return stored
 
     def stored_elsewhere(self, work: Work, path: Path) -> list[Config]:
-        """Return the runs, trials too, that `work` would have made though `path` has their rows.
+        """Return the runs and trials of `work` that are not stored here but have rows in `path`.
 
-        Runs that have a row in one of the files given, or are finished, would not be made. A run
-        that has a row nowhere counts as failed.
+        Runs with a row in one of the files of rows, and finished runs, are stored here. A run
+        without any row counts as failed.
 
         Raises:
-            GcbenchError: the file cannot be read, or holds something else.
+            GcbenchError: the file cannot be read, or is not a file of rows.
         """
-        known = self._rows()
+        stored = self._rows()
         elsewhere = {configuration.hash_of(one["config"]): one for one in rows.read(path)}
-        found: list[Config] = []
+        configs: list[Config] = []
         summary: Mapping[str, Any] = {}
         while True:
             try:
                 config = work.send(summary) if summary else next(work)
             except StopIteration:
-                return found
+                return configs
             finished = None if self.force else Run(self.results / config.run_name).summary
-            if config.hash in known:
-                summary = known[config.hash][0]
+            if config.hash in stored:
+                summary = stored[config.hash][0]
             elif finished is not None:
                 summary = finished
             elif config.hash in elsewhere:
                 summary = elsewhere[config.hash]
-                found.append(config)
+                configs.append(config)
             else:
-                summary = {"failed": {"reason": "not made yet"}}
+                summary = {"failed": {"reason": "not run yet"}}
 
     def _pending(self, config: Config) -> bool:
-        """Return whether a run is not finished yet, or is to be repeated."""
+        """Return whether a run is unfinished or must be repeated."""
         return self.force or Run(self.results / config.run_name).summary is None
 
     def _check(self, config: Config) -> None:
@@ -145,33 +140,33 @@ class Runner:
         if self.capture is not None:
             self.capture.check(config.run_name, config.steps)
 
-    def _mark(self, config: Config) -> None:
-        """Say once that a run applies its update otherwise than the method's source, if it does."""
-        found = update_rule.other(config.model_dump(mode="json"))
-        if found is None:
+    def _flag(self, config: Config) -> None:
+        """Print once that a run's update rule differs from that of the method's source."""
+        other = update_rule.other(config.model_dump(mode="json"))
+        if other is None:
             return
-        said = (
-            f"{config.compressor} does not move here as in its source: {found.words}. "
-            f"`gcbench compare` marks the run; as in its source: {found.flags}"
+        message = (
+            f"{config.compressor}: the update rule differs from its source: {other.summary}. "
+            f"`gcbench compare` flags the run; the rule of the source: {other.flags}"
         )
-        if said not in self.marked:
-            self.marked.add(said)
-            _say(said)
+        if message not in self.flagged:
+            self.flagged.add(message)
+            _say(message)
 
     def work(self, work: Work, count: int, *, json: bool, tuned: bool = False) -> None:
-        """Make the runs that `work` yields, then print their summaries.
+        """Run the configs that `work` yields, then print their summaries.
 
-        `count` is the number of runs, without trials. `tuned`: `work` also yields trials, which
-        choose a learning rate: the runs that do not evaluate the test split.
+        `count`: the number of runs, without trials. `tuned`: `work` also yields trials that choose
+        a learning rate, the runs that do not evaluate the test split.
 
-        If a run fails, the others are still made; the first failure is raised at the end, after
-        the summaries have been printed. A trial that diverges is no failure.
+        If a run fails, the others continue; the first failure is raised at the end, after printing
+        the summaries. A trial that diverges does not count as a failure.
 
         Raises:
-            Interrupted: the user asked to stop.
+            Interrupted: the user interrupted the runs.
             GcbenchError: a run failed.
         """
-        leads, known = membership.leads(), self._rows()
+        leads, stored = rank.leads(), self._rows()
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
         number = 0
@@ -183,17 +178,17 @@ class Runner:
                 break
             self._check(config)
             if leads:
-                self._mark(config)
+                self._flag(config)
             trial = tuned and not config.test
             number += not trial
             place = "[trial]" if trial else f"[{number}/{count}]"
             try:
-                if config.hash in known:
-                    summary, path = known[config.hash]
+                if config.hash in stored:
+                    summary, path = stored[config.hash]
                     configuration.check_objects(config, summary, path)
                     if leads:
-                        then = configuration.other_source(config, summary)
-                        _say(f"{place} {config.run_name}: its row is in {path}, skipped{then}")
+                        source = configuration.other_source(config, summary)
+                        _say(f"{place} {config.run_name}: its row is in {path}, skipped{source}")
                     _raise_if_failed(summary, f"row in {path}")
                 else:
                     summary = self.one(config, place, leads=leads)
@@ -207,7 +202,7 @@ class Runner:
                 summary = {"failed": {"reason": str(error)}}
                 if trial:
                     if not isinstance(error, DivergedError):
-                        raise  # without it no rate can be chosen
+                        raise  # a rate cannot be chosen without it
                     _say(f"{place} {config.run_name}: {error}")
                     continue
                 if count > 1:
@@ -222,31 +217,30 @@ class Runner:
         """Return the config with engine torchrun under torchrun, unless its engine is ddp.
 
         Raises:
-            UsageError: engine torchrun was asked for, but torchrun did not start this process.
+            UsageError: engine torchrun was requested, but torchrun did not start this process.
         """
-        if not membership.by_torchrun():
+        if not rank.by_torchrun():
             if config.engine == "torchrun":
                 raise UsageError(
-                    "engine torchrun is found from the environment: start the command with "
+                    "engine torchrun needs torchrun: start the command with "
                     "`torchrun --nproc-per-node N -m gcbench run ...`, or use --engine spawn"
                 )
             return config
         if config.engine == "ddp":
             return config
-        given = {**config.model_dump(), "engine": "torchrun"}
-        return Config.make(given)
+        return Config.make({**config.model_dump(), "engine": "torchrun"})
 
     def one(self, config: Config, place: str, *, leads: bool) -> dict[str, Any]:
-        """Make or resume one run, or find it finished; return its summary.
+        """Run or resume one config, unless it is finished; return its summary.
 
-        `place` is its number among all, for messages. Without `leads` the summary is empty, unless
-        the run was finished before: worker 0's process has it.
+        `place`: its number among all runs, for messages. Without `leads` the summary is empty
+        unless the run was finished before, because worker 0's process has it.
 
         Raises:
-            MissedError: the run is past a step that is to be captured.
-            UsageError: its row would be a reference row of a state that is not committed.
-            GcbenchError: it was made, or begun, by a gcbench with other defaults.
-            GcbenchError: it failed; its records and checkpoint stay.
+            MissedError: the run has passed a step to capture.
+            UsageError: it would add a reference row from an uncommitted working tree.
+            GcbenchError: it was started by a gcbench with other defaults.
+            GcbenchError: it failed; its records and checkpoint remain.
         """
         run = Run(self.results / config.run_name)
         finished = None if self.force else run.summary
@@ -256,14 +250,14 @@ class Runner:
                 raise captures.missed(config.run_name, missing)
             if leads:
                 self._add_row(run, finished)
-            _raise_if_failed(finished, f"found in {run.folder}; --force runs it again")
+            _raise_if_failed(finished, f"stored in {run.folder}; --force runs it again")
             if leads:
-                then = configuration.other_source(config, finished)
+                source = configuration.other_source(config, finished)
                 _say(
-                    f"{place} {config.run_name}: finished before, skipped{then} (--force runs it "
+                    f"{place} {config.run_name}: finished before, skipped{source} (--force runs it "
                     "again)"
                 )
-                self._retell(run, finished)
+                self._resend(run, finished)
             return finished
         if not leads:
             self._engine(config, run)
@@ -275,13 +269,14 @@ class Runner:
         with run.locked():
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
-                made = run.read_provenance()
-                configuration.check_objects(config, {"provenance": made}, run.folder)
-                threads = configuration.threads_to_resume(made, run.folder)
-                usual = configuration.threads_per_worker(config)
-                as_then = f", with {threads} thread(s) a worker as then" if threads != usual else ""
-                then = configuration.other_source(config, {"provenance": made})
-                _say(f"{place} {config.run_name}: goes on from its checkpoint{as_then}{then}")
+                provenance = run.read_provenance()
+                configuration.check_objects(config, {"provenance": provenance}, run.folder)
+                threads = configuration.threads_to_resume(provenance, run.folder)
+                original = ""
+                if threads != configuration.threads_per_worker(config):
+                    original = f" with {threads} thread(s) per worker, as in the original run"
+                source = configuration.other_source(config, {"provenance": provenance})
+                _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))
                 self.stale.discard(config.hash)
@@ -306,7 +301,7 @@ class Runner:
         return summary
 
     def _add_row(self, run: Run, summary: Mapping[str, Any]) -> None:
-        """Add a finished run to the first file of rows, if there is one."""
+        """Add a finished run to the first file of rows, if any."""
         if self.rows_files:
             curve = [record for record in run.records() if record["kind"] == "eval"]
             rows.add(self.rows_files[0], rows.row(summary, curve, self.suite))
@@ -324,26 +319,28 @@ class Runner:
         )
         engines.ENGINES[config.engine](config, run, options)
 
-    def _retell(self, run: Run, finished: dict[str, Any]) -> None:
+    def _resend(self, run: Run, finished: dict[str, Any]) -> None:
         """Send the sinks the records of a run that was finished before."""
         if self.sink_names:
             with run.locked():
-                sinks.retell(self.sink_names, run, finished)
-            _say(f"    its stored records went to {', '.join(self.sink_names)}")
+                sinks.resend(self.sink_names, run, finished)
+            _say(f"    sent its stored records to {', '.join(self.sink_names)}")
 
     def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
-        _say(f"\n{config.run_name}: {stopped}; what is done is kept in {self.results}")
-        words = shlex.join(word for word in sys.argv[1:] if word != "--force")
-        start = "the same torchrun command" if config.engine == "torchrun" else f"gcbench {words}"
-        _say(f"{left} run(s) left. Go on with: {start}")
+        _say(f"\n{config.run_name}: {stopped}; finished steps are stored in {self.results}")
+        arguments = shlex.join(each for each in sys.argv[1:] if each != "--force")
+        command = f"gcbench {arguments}"
+        if config.engine == "torchrun":
+            command = "the same torchrun command"
+        _say(f"{left} run(s) left. Continue with: {command}")
         if self.stale:
             _say(
-                f"It skips {len(self.stale)} of them, whose results are still those of before "
-                "--force: make these again by --force with their own settings, such as --seed"
+                f"It skips {len(self.stale)} of them, which still have results from before "
+                "--force: repeat these with --force and their own settings, such as --seed"
             )
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:
-        if json and not (single and not done):  # a single run that failed prints no document
+        if json and not (single and not done):  # print nothing for a single run that failed
             output.emit(jsonlib.dumps(done[0] if single else list(done), indent=2))
         elif done:
             if self.show is not None:
@@ -351,5 +348,5 @@ class Runner:
             what, places = (
                 ("rows", self.rows_files) if self.rows_files else ("runs", [self.results])
             )
-            words = shlex.join(map(str, places))
-            _say(f"{what} in {words}; compare them: gcbench compare {words}")
+            paths = shlex.join(map(str, places))
+            _say(f"{what} in {paths}; compare them: gcbench compare {paths}")

@@ -1,9 +1,9 @@
-"""Sinks: where a run's records go besides its own files, TensorBoard or a class of a third party.
+"""Sinks: further outputs of a run's records, TensorBoard or a class of a third party.
 
-Neither results nor the config's hash depend on a sink. It lives in the process of worker 0 only,
-and writes to `<run folder>/<its name>/`. Whenever a run starts or is resumed, the sink receives all
-records of the run from the first one on. So nothing is missing if a part of the run was made
-without the sink, and nothing is there twice if the sink deletes what an earlier attempt wrote.
+Neither results nor the config's hash depend on a sink. It runs only in the process of worker 0, and
+writes to `<run folder>/<its name>/`. Whenever a run starts or resumes, the sink receives all
+records from the first one on. Records are therefore complete even if a part of the run had no sink,
+and not duplicated if the sink deletes the output of earlier attempts.
 
 A third party registers a subclass of `Sink` under the entry-point group `gcbench.sinks`.
 """
@@ -26,71 +26,71 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.results.run_folder import CAPTURES, LOCK
 from gcbench.training.store import Run
 
-OWN = (CAPTURES, LOCK)
-"""Names in a run's folder that a sink must not have. (The other names there have an ending.)"""
+RESERVED = (CAPTURES, LOCK)
+"""Names in a run's folder that a sink must not have. (The other names there have a suffix.)"""
 
 
 class Sink(ABC):
-    """Receives the records of one run; a subclass is made without arguments."""
+    """Receives the records of one run; subclasses are created without arguments."""
 
     name: ClassVar[str] = ""
 
     @classmethod  # noqa: B027  (most sinks need nothing)
     def check(cls) -> None:
-        """Raise UsageError if something that the sink needs is missing; called before any run."""
+        """Raise UsageError if a requirement of the sink is missing; called before any run."""
 
     @abstractmethod
     def open(self, folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Begin in `folder`, the sink's own, and delete what an earlier attempt wrote there.
+        """Start writing to the sink's `folder`, and delete the output of earlier attempts.
 
-        `config` and `provenance` are those of the run's `config.json` and `provenance.json`.
+        `config` and `provenance`: the content of the run's `config.json` and `provenance.json`.
         """
 
     @abstractmethod
     def record(self, record: Mapping[str, Any]) -> None:
-        """Take a record, a line of `metrics.jsonl`; once this returns a crash must not lose it.
+        """Write a record, a line of `metrics.jsonl`; after the return a crash must not lose it.
 
-        The keys are those of `schema.METRIC_COLUMNS` that its `kind` has, and in an evaluation the
-        `test_NAME` of the task's own metrics; None stands for a number that was not finite, or for
-        an accuracy that the task does not have.
+        Its keys are the columns of `schema.METRIC_COLUMNS` for its `kind`, and in an evaluation the
+        `test_NAME` of the task's metrics. None is a number that was not finite, or an accuracy that
+        the task does not have.
         """
 
     def close(self) -> None:  # noqa: B027  (most sinks need nothing)
-        """End; also called after an error."""
+        """Finish writing; also called after an error."""
 
 
 # ---- the sinks of a run --------------------------------------------------------------------------
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the names of sinks in a comma-separated list, each once.
+    """Return the unique names of sinks in a comma-separated list.
 
     Raises:
-        UsageError: a sink is unknown, has the name of a folder that runs use themselves, or needs
-            something that is not installed; then the message says how to get it.
+        UsageError: a sink is unknown, has a reserved name, or needs a package that is not
+            installed.
     """
-    found = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
-    for name in found:
-        if name in OWN:
+    result = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in result:
+        if name in RESERVED:
             raise UsageError(
-                f"sink {name!r}: it would write to a run's own {name!r}; its package has to "
-                "register it under another name"
+                f"sink {name!r}: runs use this name themselves; its package must register it under "
+                "another name"
             )
         named(name).check()
-    return found
+    return result
 
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Raise GcbenchError, which names the sink, in place of any other error in it."""
+    """Replace errors of a sink by a GcbenchError that names it."""
     try:
         yield
     except GcbenchError:
         raise
     except Exception as error:
         raise GcbenchError(
-            f"sink {name!r} failed: {error!r}. The run's own records and its last checkpoint stay: "
-            f"repeat the command, without --sink {name} if it cannot be helped"
+            f"sink {name!r} failed: {error!r}. The run's records and last checkpoint remain: "
+            f"repeat the command, if necessary without --sink {name}"
         ) from error
 
 
@@ -104,10 +104,10 @@ class Sinks:
         config: Mapping[str, Any],
         provenance: Mapping[str, Any],
     ) -> None:
-        """Open the sinks of these names and send them the records that the run has already.
+        """Open the sinks of these names and send them the existing records of the run.
 
         Raises:
-            GcbenchError: one of them cannot write.
+            GcbenchError: a sink fails.
         """
         self.listening: dict[str, Sink] = {}
         try:
@@ -120,12 +120,12 @@ class Sinks:
             for record in run.records() if chosen else ():
                 self.record(record)
         except GcbenchError:
-            with contextlib.suppress(GcbenchError):  # the first error is raised, not this one
+            with contextlib.suppress(GcbenchError):  # raise the first error
                 self.close()
             raise
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Send all sinks a record that is stored; GcbenchError if one of them fails."""
+        """Send a stored record to all sinks; GcbenchError if one of them fails."""
         for name, sink in self.listening.items():
             with _named(name):
                 sink.record(record)
@@ -139,15 +139,15 @@ class Sinks:
 
 
 def forget(run: Run, names: Iterable[str]) -> None:
-    """Delete what these sinks have written about a run."""
+    """Delete the output of these sinks for a run."""
     for name in names:
         with _named(name), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(run.folder / name)
 
 
-def retell(chosen: Sequence[str], run: Run, summary: Mapping[str, Any]) -> None:
-    """Send sinks the stored records of a finished run; GcbenchError if a sink fails."""
-    forget(run, chosen)  # so that repeated commands do not add copies
+def resend(chosen: Sequence[str], run: Run, summary: Mapping[str, Any]) -> None:
+    """Send the stored records of a finished run to sinks; GcbenchError if a sink fails."""
+    forget(run, chosen)  # repeated commands must not add copies
     Sinks(chosen, run, summary["config"], summary["provenance"]).close()
 
 
@@ -157,10 +157,9 @@ def retell(chosen: Sequence[str], run: Run, summary: Mapping[str, Any]) -> None:
 class TensorBoard(Sink):
     """Scalars as event files, the config and the provenance as text.
 
-    The time of an event is the start of the run plus its `seconds`, the time spent in steps. So
-    curves over time leave out evaluations and pauses, and do not depend on how often a run was
-    resumed.
-    Values are float32, as TensorBoard's scalars are; the exact ones are in metrics.jsonl.
+    The time of an event is the start of the run plus its `seconds`, the time spent in steps, so
+    curves over time exclude evaluations and pauses. Values are float32, like all TensorBoard
+    scalars; the exact ones are in metrics.jsonl.
     """
 
     TAGS: ClassVar[dict[str, dict[str, str]]] = {
@@ -179,8 +178,7 @@ class TensorBoard(Sink):
             "validation_loss": "loss/validation",
         },
     }
-    """Kind of record -> column -> tag. Bytes are not written at evaluations: train records have
-    them."""
+    """Tags by kind of record and column. Only train records have bytes."""
 
     @classmethod
     def check(cls) -> None:
@@ -189,15 +187,15 @@ class TensorBoard(Sink):
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
             raise UsageError(
-                f"--sink tensorboard cannot work here ({error}): pip install 'gcbench[tensorboard]'"
+                f"--sink tensorboard is unavailable ({error}): pip install 'gcbench[tensorboard]'"
             ) from None
 
     def open(self, folder: Path, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Begin an event file."""
+        """Start an event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.started = datetime.fromisoformat(provenance["started"]).timestamp()
-        # The earlier attempt's file stays: a TensorBoard that has it open would not go on without.
+        # Keep the file of an earlier attempt: a TensorBoard that has it open needs it.
         self.writer: Any = SummaryWriter(folder, purge_step=0)
         for tag, value in (("config", config), ("provenance", provenance)):
             text = json.dumps(value, indent=2, default=str)
@@ -205,7 +203,7 @@ class TensorBoard(Sink):
         self.writer.flush()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write the record's scalars; a loss that is not finite is NaN."""
+        """Write the record's scalars; a non-finite loss is NaN."""
         when = self.started + record["seconds"]
         tags = dict(self.TAGS[record["kind"]])
         for column in record:  # a task's own metrics

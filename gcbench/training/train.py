@@ -1,15 +1,15 @@
 """The training loop: gradients of N workers, one exchange, one update of identical replicas.
 
 Every worker starts from the same parameters and applies the same mean gradient with the same
-optimizer, so only gradients are sent (parameter localization), and one set of parameters serves all
-workers of a process. Examples and the model's buffers are each worker's own.
+optimizer, so only gradients are sent (parameter localization), and all workers of a process share
+one set of parameters. Examples and the model's buffers differ between workers.
 
-With `--local-steps H` a round is H steps of each worker's own optimizer on its own copy of the
-parameters, from the common x to x_i. Then the differences x - x_i are exchanged, in place of
-gradients, and an outer SGD takes their mean for the gradient at x: with a learning rate of 1 and no
-momentum the workers' parameters are averaged (McMahan et al. 2017, arXiv:1602.05629); with 0.7, 0.9
-and Nesterov momentum it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). All begin
-the next round at the new x, and keep the states of their optimizers. Evaluations, hashes and
+With `--local-steps H` a round consists of H steps of each worker's optimizer on its copy of the
+parameters, from the common x to x_i. Then the differences x - x_i are exchanged instead of
+gradients, and an outer SGD uses their mean as the gradient at x: with learning rate 1 and no
+momentum it averages the workers' parameters (McMahan et al. 2017, arXiv:1602.05629); with 0.7, 0.9
+and Nesterov momentum it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). All
+workers start the next round at the new x and keep their optimizer states. Evaluations, hashes and
 comparisons of replicas use x.
 """
 
@@ -41,18 +41,18 @@ from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
-from gcbench.training import agreement, captures, configuration, sinks
+from gcbench.training import captures, configuration, preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.store import Run
 
 THREADS_FROM = 1 << 17
-"""Models of at least so many parameters run their simulated workers in threads; for smaller ones
-Python's interpreter lock leaves nothing to gain."""
+"""Minimum parameters of a model to run simulated workers in threads; for smaller models Python's
+interpreter lock prevents a speedup."""
 AGREE_EVERY = 10
-"""Steps between agreements of several processes on a checkpoint or a stop; each costs a message."""
+"""Steps between decisions of several processes on a checkpoint or a stop; each costs a message."""
 MODERATE = 2.0**100
-"""Gradients below this can be added over any number of workers without overflow."""
+"""Sums of gradients below this do not overflow for any number of workers."""
 CHECK_EVERY = 50
 """Steps between comparisons of the replicas of several processes."""
 EMA_WARM_UP = 10
@@ -62,28 +62,28 @@ ExponentialMovingAverage with a step count."""
 
 @dataclass
 class Options:
-    """Settings that do not change the results: where data lies, when to save, how to report."""
+    """Settings that do not change the results: data folder, checkpoints, progress."""
 
     data_dir: Path | None = None
     checkpoint_seconds: float = 60.0
     progress: progress.Mode = "none"
     on_bucket: Callable[[int, int, Tensor], None] | None = None
-    """Called with (step, rank, bucket) before the exchange, in the order of the local ranks.
-    Analyses read gradients by it, tests change them. The next step overwrites the bucket."""
+    """Called with (step, rank, bucket) before the exchange, in the order of the local ranks, to
+    analyze gradients or modify them in tests. The next step overwrites the bucket."""
     capture: captures.Plan | None = None
     sinks: tuple[str, ...] = ()
     """Names of the sinks that receive the records."""
     threads: int | None = None
-    """Threads a worker with which a resumed run began; None: those of the config."""
+    """Threads per worker of the original run, for a resumed run; None: those of the config."""
     after: int = 0
-    """How many steps the runs after this one have, to estimate how long all of them take."""
+    """The total steps of the following runs, to estimate the remaining time."""
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
-    """Make a copy of the model use the model's parameters; the copy keeps its own buffers."""
-    theirs = dict(model.named_modules())
+    """Let a copy of the model share the model's parameters; the copy keeps its buffers."""
+    originals = dict(model.named_modules())
     for name, module in replica.named_modules():
-        module._parameters = theirs[name]._parameters
+        module._parameters = originals[name]._parameters
     return replica
 
 
@@ -95,31 +95,32 @@ def _tracks_statistics(model: nn.Module) -> bool:
 
 
 def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None]:
-    """Return the examples to train on, and `count` others for validation (None for 0).
+    """Return the training split, and `count` other examples for validation (None for 0).
 
-    They are drawn at random, and the same for every seed and method: the draw depends only on the
-    number of examples and on `count`.
+    They are drawn at random; the draw depends only on the number of examples and on `count`, so it
+    is the same for every seed and method.
 
     Raises:
-        UsageError: fewer examples than a batch are left to train on.
+        UsageError: fewer examples than a batch remain for training.
     """
     left = len(train) - count
     if left < batch:
-        held = f" less {count} held out" if count else ""
+        held = f" minus {count} held out" if count else ""
         raise UsageError(f"batch {batch} is larger than the {len(train)} training examples{held}")
     if not count:
         return train, None
-    if (own := train.hold_out(count)) is not None:
-        return own
+    if (splits := train.hold_out(count)) is not None:
+        return splits
     order = _permutation(Key(0, 0, 0, 0, purposes.HOLDOUT), len(train))
     return train.select(order[count:].sort().values), train.select(order[:count].sort().values)
 
 
 def _fitting(value: Tensor, like: Tensor) -> Tensor:
-    """Return a saved tensor; ValueError if its shape or dtype is not that of `like`."""
+    """Return a saved tensor; ValueError if its shape or dtype differs from that of `like`."""
     if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
-            f"{value.dtype}, shape {tuple(value.shape)}, for {like.dtype}, {tuple(like.shape)}"
+            f"{value.dtype}, shape {tuple(value.shape)}: expected {like.dtype}, shape "
+            f"{tuple(like.shape)}"
         )
     return value
 
@@ -127,7 +128,7 @@ def _fitting(value: Tensor, like: Tensor) -> Tensor:
 def _permutation(key: Key, n: int) -> Tensor:
     """Return a random order of n examples, int64 on the CPU."""
     draws = ops.random.draws24(key, 2 * n).long()
-    # Sort by 48 random bits an example: ties are improbable, and resolved by the stable sort.
+    # Sort by 48 random bits per example; the stable sort resolves the improbable ties.
     return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
 
 
@@ -136,21 +137,20 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
             raise UsageError(
-                f"{name} of the model is torch's {type(module).__name__}, whose masks depend on "
-                "the engine and are others after a resume; use gcbench.Dropout"
+                f"{name} of the model is torch's {type(module).__name__}, whose masks differ "
+                "between engines and after a resume; use gcbench.Dropout"
             )
         if isinstance(module, Dropout) and module.rate and gradients == "batched":
             raise UsageError(
-                "gradients=batched has one pass and so one mask for all workers; "
-                "use gradients=loop for a model with dropout"
+                "gradients=batched would use one dropout mask for all workers; use gradients=loop"
             )
 
 
 def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Make a step of the optimizer at learning rate `lr`, by the parameters' `grad`.
+    """Run an optimizer step at learning rate `lr` with the parameters' `grad`.
 
-    It is torch's step without two wrappers: the one for hooks, of which there are none here, and
-    the one for torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
+    It skips two wrappers of torch's step: the one for hooks, which are not used here, and the one
+    for torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -160,12 +160,12 @@ def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def clip_factor(gradients: Sequence[Tensor], limit: float) -> float:
     """Return the factor that scales tensors to a joint 2-norm of at most `limit`."""
-    norm = float(torch.linalg.vector_norm(torch.cat([own.reshape(-1) for own in gradients])))
+    norm = float(torch.linalg.vector_norm(torch.cat([each.reshape(-1) for each in gradients])))
     return min(1.0, limit / norm) if norm else 1.0
 
 
 class Trainer:
-    """One run, with the state of the workers that live in this process."""
+    """One run, with the state of this process's workers."""
 
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         self.config, self.world, self.run, self.options = config, world, run, options
@@ -190,8 +190,8 @@ class Trainer:
                 _share_parameters(replica, self.model)
         if config.gradients == "batched" and _tracks_statistics(self.model):
             raise UsageError(
-                "gradients=batched cannot keep each worker's batch-norm statistics apart; "
-                "use gradients=loop for this model"
+                "gradients=batched cannot have batch-norm statistics per worker; use "
+                "gradients=loop for this model"
             )
         _check_randomness(self.model, config.gradients)
         self._lay_out()
@@ -199,15 +199,14 @@ class Trainer:
         world.inline = self.total < THREADS_FROM
         self.exchange = Exchange(world, self._lanes(0), config.seed, self.clock)
         self.stages = set(config.stages())
-        # The same memory holds the gradients of every step.
+        # Reused for the gradients of every step.
         self.buckets = [torch.empty(self.total, device=self.device) for _ in world.ranks]
-        self.late: Tensor | None = None  # with a delay: the mean that is applied at the next step
-        # The parameters at which each local worker computes its gradient: the common ones, or, with
-        # local steps, a copy of its own.
+        self.late: Tensor | None = None  # with a delay: the mean to apply at the next step
+        # Each local worker's parameters: the common ones, or a copy with local steps.
         self.owned = [self._ordered(replica) for replica in self.replicas]
         self.inner: list[torch.optim.Optimizer] = []
         if config.local_steps:
-            self.inner = [self._optimizer(own) for own in self.owned]
+            self.inner = [self._optimizer(parameters) for parameters in self.owned]
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 self.parameters,
                 lr=config.outer_lr,
@@ -227,7 +226,7 @@ class Trainer:
     # -- layout ------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Order the parameters: first those that are compressed, then those exchanged in fp32."""
+        """Order the parameters: compressed ones first, then those exchanged in fp32."""
         config = self.config
         named = dict(self.model.named_parameters())
         shapes = [tuple(p.shape) for p in named.values()]
@@ -262,7 +261,7 @@ class Trainer:
         return captures.Recorder(plan, self.run, self.world, layers, config, network)
 
     def _lanes(self, step: int) -> list[Lane]:
-        """Return how the parts of the bucket are exchanged from `step` on, until the next stage."""
+        """Return the lanes of the bucket from `step` until the next stage."""
         config, carried = self.config, self.config.make_memory()
         method, start, lanes = config.make_compressor(step), 0, []
         for shapes, dense in zip(self.shapes, (False, True), strict=True):
@@ -288,8 +287,8 @@ class Trainer:
         ]
         groups = [group for group in groups if group["params"]]
         if config.optimizer in ("adam", "adamw"):
-            made = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-            return made(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+            adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+            return adam(groups, lr=config.lr, betas=config.betas, eps=config.eps)
         return torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
         )
@@ -297,7 +296,7 @@ class Trainer:
     # -- gradients ---------------------------------------------------------------------------------
 
     def _indices(self, rank: int) -> Tensor:
-        """Return the indices of one worker's examples at this step: its share of the batch."""
+        """Return the indices of one worker's examples at this step."""
         batch, n = self.config.batch, len(self.train)
         epoch, place = divmod(self.step, n // batch)
         if self._order[0] != epoch:
@@ -317,8 +316,8 @@ class Trainer:
     def finish_bucket(self, gradients: Sequence[Tensor], worker: int | None = None) -> Tensor:
         """Return the flat gradient with the loss's L2 term, float32, shape (total,).
 
-        `worker`: number of the local worker, whose bucket is filled; None: a new tensor, with the
-        L2 term of the common parameters.
+        `worker`: index of the local worker whose bucket to fill; None: return a new tensor, with
+        the L2 term of the common parameters.
         """
         flat = [gradient.reshape(-1) for gradient in gradients]
         bucket = torch.cat(flat, out=None if worker is None else self.buckets[worker])
@@ -332,7 +331,7 @@ class Trainer:
         return bucket
 
     def _gradient(self, rank: int) -> tuple[Tensor, float]:
-        """Return the bucket and the loss of one worker, computed by a pass of its own."""
+        """Return the bucket and the loss of one worker."""
         inputs, targets = self._batch(rank)
         worker = rank - self.world.ranks[0]
         replica = self.replicas[worker]
@@ -344,7 +343,7 @@ class Trainer:
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return the local workers' buckets and losses."""
-        self._indices(self.world.ranks[0])  # draws the epoch's order before threads need it
+        self._indices(self.world.ranks[0])  # draw the epoch's order before threads use it
         if self.config.gradients == "loop":
             timed = self.clock.timed(self._gradient)
             results = self.clock.workers("forward_backward", self.world.map(timed))
@@ -384,7 +383,7 @@ class Trainer:
     # -- faults ------------------------------------------------------------------------------------
 
     def _all_finite(self, buckets: list[Tensor], what: str = "gradient") -> bool:
-        """Return whether all buckets are finite; with on_nonfinite=skip, those of all workers.
+        """Return whether all local buckets are finite, or with on_nonfinite=skip all workers'.
 
         Raises:
             DivergedError: a bucket is not finite, and on_nonfinite=stop.
@@ -399,28 +398,27 @@ class Trainer:
                 layer = next(name for name, piece in pieces if not piece.isfinite().all())
                 raise DivergedError(
                     f"non-finite {what} in layer {layer} of worker {rank} at step {self.step}. "
-                    "Lower --lr, or go on without such steps: --on-nonfinite skip",
+                    "Lower --lr, or skip such steps with --on-nonfinite skip",
                     self.step,
                 )
         return True
 
     def _check_mean(self, mean: Tensor, buckets: list[Tensor]) -> None:
-        """Check that the method made no NaN or infinity out of gradients of moderate size.
+        """Check that the mean of finite gradients of moderate magnitude is finite.
 
         Raises:
-            DivergedError: it did; the message names the method and the layer.
+            DivergedError: it is not; the message names the method and the layer.
         """
         if math.isfinite(float(mean.sum())) or bool(mean.isfinite().all()):
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
-            return  # sums of such gradients may overflow; the next step's gradients will show it
+            return  # sums of such gradients may overflow; the next step detects it
         pieces = zip(self.names, torch.split(mean, self.sizes), strict=True)
         layer = next(name for name, piece in pieces if not piece.isfinite().all())
-        name = registry.word(self.config.compressor)
+        name = registry.spec(self.config.compressor)
         raise DivergedError(
-            f"the mean that {name} made is not finite in layer {layer} at step {self.step}, and "
-            f"every gradient was: the method or its memory is at fault. gcbench verify {name} "
-            "looks at it",
+            f"the mean of {name} is not finite in layer {layer} at step {self.step}, though every "
+            f"gradient is: the method or its memory is faulty. Run gcbench verify {name}",
             self.step,
         )
 
@@ -428,22 +426,22 @@ class Trainer:
         """Compare the parameters of all processes by `digest`, a function of them.
 
         Raises:
-            GcbenchError: they are not the same; the message names the workers in the minority.
+            GcbenchError: they differ; the message names the workers in the minority.
         """
         digests = self.world.collect([digest()] * len(self.world.ranks))
         if len(set(digests)) > 1:
             most = max(digests, key=digests.count)  # a tie goes to the lowest rank
-            odd = [rank for rank, own in enumerate(digests) if own != most]
+            odd = [rank for rank, digest in enumerate(digests) if digest != most]
             raise GcbenchError(
-                f"replicas have drifted apart by step {self.step}: worker(s) {odd} differ from "
-                f"worker {digests.index(most)}. The compressor's decode is not the same on every "
-                "worker, or a worker's memory is faulty"
+                f"replicas differ at step {self.step}: worker(s) {odd} differ from worker "
+                f"{digests.index(most)}. The compressor's decode differs between workers, or a "
+                "worker's memory is faulty"
             )
 
     def _checksum(self) -> str:
         """Return the sum of the parameters' bits read as int32: faster than a hash, and weaker."""
         bits = (parameter.detach().view(torch.int32) for parameter in self.parameters)
-        return str(sum(int(own.sum(dtype=torch.int64)) for own in bits))
+        return str(sum(int(each.sum(dtype=torch.int64)) for each in bits))
 
     def parameter_hash(self) -> str:
         """Return the SHA-256 of the parameters' bytes, in the model's order."""
@@ -455,7 +453,7 @@ class Trainer:
     # -- a step ------------------------------------------------------------------------------------
 
     def train_step(self) -> list[float]:
-        """Make one training step; return the losses of the local workers."""
+        """Run one training step; return the losses of the local workers."""
         self.clock.start_step()
         config = self.config
         if self.step in self.stages and self.step:
@@ -482,13 +480,13 @@ class Trainer:
         return losses
 
     def _local_step(self, buckets: list[Tensor]) -> None:
-        """Make a step with each local worker's optimizer; at the end of a round, the outer step."""
+        """Run a step of each local worker's optimizer; at the end of a round, the outer step."""
         config, lr = self.config, self.config.lr_at(self.step)
         first = self.world.ranks[0]
 
         def advance(rank: int) -> None:
-            own, optimizer = self.owned[rank - first], self.inner[rank - first]
-            self._descend(optimizer, own, buckets[rank - first], lr)
+            parameters, optimizer = self.owned[rank - first], self.inner[rank - first]
+            self._descend(optimizer, parameters, buckets[rank - first], lr)
 
         self.clock.workers("update", self.world.map(self.clock.timed(advance)))
         if not config.exchanges_at(self.step):
@@ -496,8 +494,8 @@ class Trainer:
         with self.clock.phase("update"), torch.no_grad():
             for bucket, owned in zip(self.buckets, self.owned, strict=True):
                 pieces = torch.split(bucket, self.sizes)
-                for piece, common, own in zip(pieces, self.parameters, owned, strict=True):
-                    torch.sub(common.view(-1), own.view(-1), out=piece)
+                for piece, common, local in zip(pieces, self.parameters, owned, strict=True):
+                    torch.sub(common.view(-1), local.view(-1), out=piece)
         self._all_finite(self.buckets, "difference of parameters")
         mean = self.exchange.mean(self.buckets, self.step, config.outer_lr)
         self._check_mean(mean, self.buckets)
@@ -505,13 +503,13 @@ class Trainer:
             self._update(mean, config.outer_lr, self.step % config.local_steps + 1)
             with torch.no_grad():
                 for owned in self.owned:
-                    for common, own in zip(self.parameters, owned, strict=True):
-                        own.copy_(common)
+                    for common, local in zip(self.parameters, owned, strict=True):
+                        local.copy_(common)
 
     def _apply(self, mean: Tensor) -> None:
         """Update the parameters with this step's mean.
 
-        With a delay, update with the mean of the step before, and after the last step with both.
+        With a delay, use the mean of the previous step, and after the last step both.
         """
         lr = self.config.lr_at(self.step)
         if not self.config.delay:
@@ -519,12 +517,12 @@ class Trainer:
             return
         if self.late is not None:
             self._update(self.late, lr)
-        self.late = mean.clone()  # the exchange will overwrite its own tensor
+        self.late = mean.clone()  # the exchange will overwrite its tensor
         if self.step == self.config.steps - 1:
             self._update(mean, lr)
 
     def _rebroadcast(self) -> None:
-        """Send worker 0's parameters to all; they are equal already, but the bytes are counted."""
+        """Broadcast worker 0's parameters, which are equal already, to count the bytes."""
         flat = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         pieces = torch.split(self.world.broadcast(flat), self.sizes)
         with torch.no_grad():
@@ -538,10 +536,9 @@ class Trainer:
         gradient: Tensor,
         lr: float,
     ) -> None:
-        """Make a step of an optimizer with a flat gradient, float32, shape (total,).
+        """Run an optimizer step with a flat gradient, float32, shape (total,).
 
-        With `clip_norm` it is scaled to at most that 2-norm; the difference of parameters that the
-        outer step gets is not.
+        `clip_norm` limits its 2-norm, except for the parameter differences of the outer step.
         """
         if self.config.clip_norm and not (self.inner and optimizer is self.optimizer):
             gradient = gradient * clip_factor([gradient], self.config.clip_norm)
@@ -551,12 +548,12 @@ class Trainer:
         step_with(optimizer, lr)
 
     def _update(self, mean: Tensor, lr: float, steps: int = 1) -> None:
-        """Update the common parameters; for their moving average it counts as `steps` steps."""
+        """Update the common parameters, and their moving average as for `steps` steps."""
         self._descend(self.optimizer, self.parameters, mean, lr)
         self._average(steps)
 
     def _average(self, steps: int = 1) -> None:
-        """Update the moving average of the parameters, if there is one, for `steps` steps."""
+        """Update the moving average of the parameters, if any, for `steps` steps."""
         if self.ema:
             t = self.step
             decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t)) ** steps
@@ -566,27 +563,27 @@ class Trainer:
     # -- evaluation --------------------------------------------------------------------------------
 
     def evaluate(self, *, last: bool = True) -> dict[str, float | None]:
-        """Return accuracy and loss, at the averaged parameters if there are some.
+        """Return accuracy and loss, at the averaged parameters if there are any.
 
-        If validation examples were held out, they are evaluated each time, and the test split only
-        after the last step (`last`), and only with `Config.test`. Without them the test split is
-        evaluated each time. Buffers are those of worker 0, as under DistributedDataParallel.
+        Held-out validation examples are evaluated each time, and the test split then only after the
+        last step (`last`) and with `Config.test`. Without them the test split is evaluated each
+        time. Buffers are those of worker 0, as in DistributedDataParallel.
         """
-        found: dict[str, float | None] = {}
+        results: dict[str, float | None] = {}
         if self.validation is not None:
-            found |= self._evaluate_split(self.validation, "validation")
+            results |= self._evaluate_split(self.validation, "validation")
         if self.config.test and (last or self.validation is None):
-            found |= self._evaluate_split(self.test, "test")
-        return found
+            results |= self._evaluate_split(self.test, "test")
+        return results
 
     def _evaluate_split(self, split: Split, name: str) -> dict[str, float | None]:
-        """Return `<name>_accuracy` (None for a task without one), `<name>_loss`, task's metrics."""
+        """Return `<name>_accuracy` (None if the task has none), `<name>_loss`, task's metrics."""
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.ema or self.inner:
             values = self.ema or [parameter.detach() for parameter in self.parameters]
             by_name = dict(zip(self.names, values, strict=True))
-            for own, parameter in model.named_parameters():
-                parameter.data = by_name[own]
+            for parameter_name, parameter in model.named_parameters():
+                parameter.data = by_name[parameter_name]
         right, loss, has_accuracy = 0, 0.0, True
         further: dict[str, float] = {}
         size = self.task.evaluation_batch
@@ -612,7 +609,7 @@ class Trainer:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes the records: it has worker 0."""
+        """Whether this process writes the records, as worker 0 does."""
         return self.world.ranks[0] == 0
 
     def _record(self, kind: str, values: Mapping[str, Any]) -> None:
@@ -635,27 +632,27 @@ class Trainer:
     def fit(self, stop: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Train to the end, from the checkpoint if there is one; return the summary.
 
-        `stop` is called between steps; it returns whether the user has asked to stop.
+        `stop` is called between steps and returns whether the user interrupted the run.
 
         Raises:
-            Interrupted: the user has asked to stop; a checkpoint is written.
+            Interrupted: the user interrupted the run; a checkpoint is written.
             GcbenchError: a step failed, replicas differ, or a file cannot be read or written;
-                records and the last checkpoint stay.
+                records and the last checkpoint remain.
         """
         config = self.config
         self._resume()
         if len(self.world.ranks) < self.world.size:
-            told = {
-                "data (SHA-256)": agreement.digest(self.train, self.validation, self.test),
-                "step to go on from": str(self.step),
+            facts = {
+                "data (SHA-256)": preflight.digest(self.train, self.validation, self.test),
+                "step to resume from": str(self.step),
                 "parameters (SHA-256)": self.parameter_hash(),
             }
-            agreement.check(self.world, told)
+            preflight.check(self.world, facts)
         if self.recorder is not None:
             self.recorder.begin(self.step, config.run_name)
         if self.leads and self.options.sinks:
-            given = config.model_dump(mode="json"), self.run.read_provenance()
-            self.sinks = sinks.Sinks(self.options.sinks, self.run, *given)
+            origin = config.model_dump(mode="json"), self.run.read_provenance()
+            self.sinks = sinks.Sinks(self.options.sinks, self.run, *origin)
         if self.leads:
             self.observer = progress.observer(
                 self.options.progress, config.run_name, config.steps, self.options.after
@@ -668,7 +665,7 @@ class Trainer:
                 self.sinks.close()
 
     def _train(self, stop: Callable[[], bool]) -> dict[str, float | None]:
-        """Make the remaining steps; return the last evaluation."""
+        """Run the remaining steps; return the last evaluation."""
         config = self.config
         saved = time.monotonic()
         last_eval: dict[str, float | None] = {}
@@ -698,15 +695,14 @@ class Trainer:
         return last_eval
 
     def _evaluate_once(self, *, last: bool) -> dict[str, float | None]:
-        """Evaluate in the process of worker 0, and return the result in all of them."""
-        own = self.evaluate(last=last) if self.leads else {}
-        return self.world.collect([own] * len(self.world.ranks))[0]
+        """Evaluate in the process of worker 0, and return the result in all processes."""
+        result = self.evaluate(last=last) if self.leads else {}
+        return self.world.collect([result] * len(self.world.ranks))[0]
 
     def _pause(self, since_saved: float, asked: bool) -> str:
-        """Return "save", "stop" or "", the same on every worker: worker 0 decides.
+        """Return "save", "stop" or "" as worker 0 decides, the same on every worker.
 
-        `since_saved`: seconds since the last checkpoint; `asked`: whether the user has asked to
-        stop.
+        `since_saved`: seconds since the last checkpoint; `asked`: whether the user interrupted.
         """
         if len(self.world.ranks) < self.world.size and self.step % AGREE_EVERY:
             return ""
@@ -717,23 +713,23 @@ class Trainer:
     # -- state -------------------------------------------------------------------------------------
 
     def _worker_states(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [
+        states: list[dict[str, Any]] = [
             {
                 "buffers": {k: v.cpu() for k, v in replica.named_buffers()},
                 "exchange": self.exchange.state_dict(worker, copy=False),
             }
             for worker, replica in enumerate(self.replicas)
         ]
-        for worker, own, optimizer in zip(found, self.owned, self.inner, strict=False):
-            worker["parameters"] = [parameter.detach().cpu() for parameter in own]
-            worker["optimizer"] = [
+        for state, parameters, optimizer in zip(states, self.owned, self.inner, strict=False):
+            state["parameters"] = [parameter.detach().cpu() for parameter in parameters]
+            state["optimizer"] = [
                 {k: v.cpu() for k, v in optimizer.state[parameter].items() if v is not None}
-                for parameter in own
+                for parameter in parameters
             ]
-        return found
+        return states
 
     def save(self) -> None:
-        """Write a checkpoint with the state of all workers, in worker 0's process."""
+        """Write a checkpoint with the state of all workers, from worker 0's process."""
         workers = self.world.collect(self._worker_states())
         if not self.leads:
             return
@@ -761,10 +757,10 @@ class Trainer:
         except (
             *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, UsageError),
         ) as error:
-            said = (str(error).splitlines() or [""])[0]
+            reason = (str(error).splitlines() or [""])[0]
             raise GcbenchError(
-                f"{self.run.folder}/checkpoint.pt does not fit this run "
-                f"({type(error).__name__}: {said:.100}); start over with --force"
+                f"{self.run.folder}/checkpoint.pt does not match this run "
+                f"({type(error).__name__}: {reason:.100}); start over with --force"
             ) from error
         if self.leads:
             self.run.rewind(self.step)
@@ -782,17 +778,17 @@ class Trainer:
                 average.copy_(_fitting(value, average))
         self.optimizer.load_state_dict(state["optimizer"])
         exchange = self.exchange
-        for place, own in self.optimizer.state.items():
-            for value in own.values():
-                if isinstance(value, Tensor) and value.ndim:
-                    _fitting(value, place)
+        for like, moments in self.optimizer.state.items():
+            for moment in moments.values():
+                if isinstance(moment, Tensor) and moment.ndim:
+                    _fitting(moment, like)
         for start in sorted(self.stages):
             if start < self.step:
                 exchange.change(self._lanes(start))
         late = None if state["late"] is None else state["late"].to(self.device)
         self.late = None if late is None else _fitting(late, self.buckets[0])
         if (self.late is None) == (self.config.delay > 0 and self.step > self.skipped):
-            raise ValueError("the mean that is applied late")
+            raise ValueError("the delayed mean is missing or unexpected")
         for i, (rank, replica) in enumerate(zip(self.world.ranks, self.replicas, strict=True)):
             worker = state["workers"][rank]
             exchange.load_state_dict(worker["exchange"], i)
@@ -804,21 +800,21 @@ class Trainer:
         self.clock.steps = state["clock"].tolist()
 
     def _restore_locals(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Restore each local worker's own parameters and optimizer, with local steps."""
+        """Restore each local worker's parameters and optimizer, with local steps."""
         for rank, owned, optimizer in zip(self.world.ranks, self.owned, self.inner, strict=False):
             saved = workers[rank]
-            for parameter, value, kept in zip(
+            for parameter, value, moments in zip(
                 owned, saved["parameters"], saved["optimizer"], strict=True
             ):
                 with torch.no_grad():
                     parameter.copy_(_fitting(value, parameter))
-                for own in kept.values():
-                    if own.ndim:
-                        _fitting(own, parameter)
+                for moment in moments.values():
+                    if moment.ndim:
+                        _fitting(moment, parameter)
                 optimizer.state[parameter] = {
-                    # Adam's step count stays on the CPU, where torch keeps it.
+                    # Adam's step count stays on the CPU, as in torch.
                     k: v.to(self.device) if v.ndim else v.clone()
-                    for k, v in kept.items()
+                    for k, v in moments.items()
                 }
 
     # -- the result --------------------------------------------------------------------------------
@@ -835,7 +831,7 @@ class Trainer:
         phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
         modelled = None
         if simulated:
-            phases["communicate"] = None  # a simulation has no network to measure
+            phases["communicate"] = None  # a simulation cannot measure a network
             modelled = {
                 "seconds": world.modelled_seconds / config.steps,
                 "link_gbit": config.link_gbit,

@@ -835,7 +835,7 @@ class Method:
         self.sent = self.slots()
 
         def call() -> Payload:
-            kept = codec.prepare(self.method, self.g.x, Context(self.segments)).kept
+            kept = codec.prepare(self.method, self.g.x, Context(self.segments)).cached
             ctx = self.ctx._replace(prepared=kept, parts=self.sent)
             return codec.encode(self.method, self.g.x, ctx)
 

@@ -69,7 +69,7 @@ def test_chunks_have_the_largest_divisors(shape, cut):
     [chunks] = code.cut_chunks(Segments.of([shape]), 64, 32)
     assert (chunks.down, chunks.height, chunks.across, chunks.width) == cut
     assert chunks.number * chunks.size == math.prod(shape)
-    assert chunks.kept == min(32, chunks.size)
+    assert chunks.keep == min(32, chunks.size)
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (12, 5, 2), (67, 8), (30,), (5, 7), (1,)])
@@ -85,8 +85,8 @@ def test_coefficients_are_those_of_each_block(shape):
         for rows in np.split(matrix, cut.down)
         for block in np.split(rows, cut.across, axis=1)
     ]
-    got = coefficients[cut.place].double().numpy().reshape(cut.number, cut.size)
-    np.testing.assert_allclose(got, np.array(expected), rtol=0, atol=2e-6)
+    received = coefficients[cut.place].double().numpy().reshape(cut.number, cut.size)
+    np.testing.assert_allclose(received, np.array(expected), rtol=0, atol=2e-6)
     torch.testing.assert_close(code.inverse_dct(coefficients, cuts), x, rtol=0, atol=2e-6)
     energy = [float(v.double().square().sum()) for v in (x, coefficients)]
     assert energy[0] == pytest.approx(energy[1], rel=1e-6)  # Parseval
@@ -100,7 +100,7 @@ def test_four_dimensions_are_a_matrix():
 
 
 def test_bytes_of_a_chunk():
-    """32 (12 + 32) bits for 64 x 64 elements: 0.344 an element, 93 times less than float32.
+    """32 (12 + 32) bits for 64 x 64 elements: 0.344 per element, 93 times less than float32.
 
     With the authors' 64-bit indices it would be 0.75, 42.7 times less.
     """
@@ -148,16 +148,16 @@ def test_the_largest_are_kept():
     x = normal(2020)
     cuts = code.cut_chunks(segments, 8, 5)
     coefficients = code.dct(x, cuts)
-    kept = torch.zeros_like(coefficients)
+    selected = torch.zeros_like(coefficients)
     for cut in cuts:
         rows = coefficients[cut.place].view(cut.number, cut.size)
-        order = rows.abs().argsort(1, descending=True)[:, : cut.kept]
-        kept[cut.place].view_as(rows).scatter_(1, order, rows.gather(1, order))
-    assert int((kept != 0).sum()) == (30 + 20) * 5
-    got = sent(x, segments, chunk=8, topk=5)
-    torch.testing.assert_close(got, code.inverse_dct(kept, cuts), rtol=0, atol=1e-6)
-    dropped = float((coefficients - kept).double().square().sum())
-    assert float((x - got).double().square().sum()) == pytest.approx(dropped, rel=1e-5)
+        order = rows.abs().argsort(1, descending=True)[:, : cut.keep]
+        selected[cut.place].view_as(rows).scatter_(1, order, rows.gather(1, order))
+    assert int((selected != 0).sum()) == (30 + 20) * 5
+    received = sent(x, segments, chunk=8, topk=5)
+    torch.testing.assert_close(received, code.inverse_dct(selected, cuts), rtol=0, atol=1e-6)
+    dropped = float((coefficients - selected).double().square().sum())
+    assert float((x - received).double().square().sum()) == pytest.approx(dropped, rel=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"topk": 1}, {"chunk": 8, "topk": 7}, {"topk": 5000}])
@@ -181,7 +181,7 @@ def test_energy_bound(fields, kind):
         assert error >= bound - 1e-5 * energy
 
 
-def dropped_share(size: int, kept: int) -> float:
+def dropped_share(size: int, selected: int) -> float:
     """E[x^2; dropped] for normal values, by the midpoint rule: at least `kept` others are larger.
 
     The share of a chunk's energy that its `kept` largest of `size` values leave behind, exactly.
@@ -189,7 +189,7 @@ def dropped_share(size: int, kept: int) -> float:
     x = (np.arange(4000) + 0.5) / 500
     density = 2 * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     larger = np.array([math.erfc(t / math.sqrt(2)) for t in x])
-    dropped = scipy.stats.binom.sf(kept - 1, size - 1, larger)
+    dropped = scipy.stats.binom.sf(selected - 1, size - 1, larger)
     return float((x * x * density * dropped).sum() / 500)
 
 

@@ -49,9 +49,9 @@ def test_one_worker_is_lion(simulated, clock, aggregate, exact):
     """Bit for bit, with the codec and in fp32."""
     grads = gradients(20, 1, 1500)
     collective = "allreduce" if exact else "twoshot"
-    made = exchange(simulated, clock, aggregate, 1, 1500, collective, exact=exact)
+    created = exchange(simulated, clock, aggregate, 1, 1500, collective, exact=exact)
     for step, direction in enumerate(lion(grads[:, 0])):
-        assert torch.equal(made.mean([grads[step, 0]], step), direction)
+        assert torch.equal(created.mean([grads[step, 0]], step), direction)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
@@ -60,20 +60,20 @@ def test_one_worker_is_lion(simulated, clock, aggregate, exact):
 def test_several_workers_by_the_definition(simulated, clock, aggregate, collective, workers):
     """D = sign(sum d_i), of ties +1, or sum d_i / N, exactly."""
     grads = gradients(6, workers, 2100)
-    made = exchange(simulated, clock, aggregate, workers, 2100, collective)
+    created = exchange(simulated, clock, aggregate, workers, 2100, collective)
     signs = [lion(grads[:, rank]) for rank in range(workers)]
     for step in range(6):
-        total = torch.stack([own[step] for own in signs]).sum(0)
+        total = torch.stack([local[step] for local in signs]).sum(0)
         expected = total / workers if aggregate == "average" else torch.where(total >= 0, 1.0, -1.0)
-        assert torch.equal(made.mean(list(grads[step]), step), expected)
+        assert torch.equal(created.mean(list(grads[step]), step), expected)
 
 
 def test_equal_gradients_are_lion(simulated, clock):
     grads = gradients(5, 1, 600).expand(5, 4, 600)
     for aggregate in AGGREGATES:
-        made = exchange(simulated, clock, aggregate, 4, 600)
+        created = exchange(simulated, clock, aggregate, 4, 600)
         for step, direction in enumerate(lion(grads[:, 0])):
-            assert torch.equal(made.mean(list(grads[step]), step), direction)
+            assert torch.equal(created.mean(list(grads[step]), step), direction)
 
 
 @pytest.mark.parametrize(("aggregate", "down"), [("vote", 1), ("average", 3)])
@@ -90,8 +90,8 @@ def test_bits_up_and_down(aggregate, down):
 
 def test_zeros_count_as_plus(simulated, clock):
     """Which Lion has as 0: an element without gradient drifts."""
-    made = exchange(simulated, clock, "vote", 1, 4)
-    assert made.mean([torch.zeros(4)], 0).tolist() == [1.0] * 4
+    created = exchange(simulated, clock, "vote", 1, 4)
+    assert created.mean([torch.zeros(4)], 0).tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
@@ -104,16 +104,16 @@ def test_corrupt_payloads_are_refused(aggregate):
     if aggregate == "average":
         merged = codec.merge(method, [Payload((words,))] * 4, Context(segments))
         many = Payload((torch.full_like(merged.parts[0], -1),), 4)  # 7 of 4 signs
-        with pytest.raises(PayloadError, match="dlion: more positive signs than workers"):
+        with pytest.raises(PayloadError, match=r"dlion: .*workers"):
             codec.decode(method, many, Context(segments))
 
 
 def test_parameters_stay_within_one_over_the_decay(simulated, clock):
     """Phase 1 of the paper: |theta| falls to 1 / lambda, and stays."""
-    made, decay, lr = exchange(simulated, clock, "vote", 3, 64), 0.5, 0.1
+    created, decay, lr = exchange(simulated, clock, "vote", 3, 64), 0.5, 0.1
     theta = torch.full((64,), 20.0)
     for step, grads in enumerate(gradients(120, 3, 64)):
-        theta = theta - lr * (made.mean(list(grads), step, lr) + decay * theta)
+        theta = theta - lr * (created.mean(list(grads), step, lr) + decay * theta)
         if step > 80:
             assert float(theta.abs().max()) <= 1 / decay + 1e-5
     assert math.isfinite(float(theta.sum()))
@@ -130,10 +130,10 @@ def test_a_run_applies_it_by_plain_sgd():
 def test_dense_tensors_follow_the_same_rule(simulated, clock, aggregate):
     """In fp32 the mean of the signs travels, and the rule takes its sign for the vote."""
     grads = gradients(4, 4, 300)
-    made = exchange(simulated, clock, aggregate, 4, 300, "allreduce", exact=True)
+    created = exchange(simulated, clock, aggregate, 4, 300, "allreduce", exact=True)
     signs = [lion(grads[:, rank]) for rank in range(4)]
     for step in range(4):
-        total = torch.stack([own[step] for own in signs]).sum(0)
+        total = torch.stack([local[step] for local in signs]).sum(0)
         assert bool((total == 0).any()), "ties are +1"
         expected = total / 4 if aggregate == "average" else torch.where(total >= 0, 1.0, -1.0)
-        assert torch.equal(made.mean(list(grads[step]), step), expected)
+        assert torch.equal(created.mean(list(grads[step]), step), expected)

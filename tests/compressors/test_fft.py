@@ -94,10 +94,10 @@ def test_the_transform_is_linear_and_runs_by_segment():
     start = 0
     for i, length in enumerate(segments.lengths):
         if length:
-            own = x[segments.offsets[i] : segments.offsets[i + 1]].double().numpy()
-            expected = np.fft.rfft(own) / math.sqrt(length)
-            found = torch.view_as_complex(of_x[start : start + length // 2 + 1]).numpy()
-            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+            local = x[segments.offsets[i] : segments.offsets[i + 1]].double().numpy()
+            expected = np.fft.rfft(local) / math.sqrt(length)
+            result = torch.view_as_complex(of_x[start : start + length // 2 + 1]).numpy()
+            np.testing.assert_allclose(result, expected, rtol=0, atol=1e-5)
             start += length // 2 + 1
     assert start == len(of_x) == len(ops.spectrum.weight(segments))
     torch.testing.assert_close(ops.spectrum.inverse(of_x, segments), x, rtol=0, atol=1e-5)
@@ -200,10 +200,10 @@ def test_energies_go_where_they_are_wanted(backend):
     bins = torch.tensor([3.0, 4.0, 0.0, -2.0, 1.0, 1.0])
     out, energy = torch.zeros(6), torch.zeros(3)
     with ops.using(backend):
-        found = ops.spectrum.unscaled(
+        result = ops.spectrum.unscaled(
             bins, torch.tensor([2.0]), Segments((0, 6)), out=out, energy=energy
         )
-        assert [each.data_ptr() for each in found] == [out.data_ptr(), energy.data_ptr()]
+        assert [each.data_ptr() for each in result] == [out.data_ptr(), energy.data_ptr()]
         assert energy.tolist() == [25.0, 4.0, 2.0]
         assert out.tolist() == (2 * bins).tolist()
         with pytest.raises((ValueError, RuntimeError)):
@@ -228,13 +228,13 @@ def test_the_error_is_the_dropped_energy(n, theta):
     assert square(x - sent(method, x)) == pytest.approx(expected, rel=1e-4, abs=2e-6 * square(x))
 
 
-@pytest.mark.parametrize(("rho", "kept"), [(0.15, 0.4346), (0.10, 0.3303), (0.01, 0.0561)])
-def test_kept_energy_of_normal_values(rho, kept):
+@pytest.mark.parametrize(("rho", "selected"), [(0.15, 0.4346), (0.10, 0.3303), (0.01, 0.0561)])
+def test_kept_energy_of_normal_values(rho, selected):
     """rho (1 + ln 1/rho): |X|^2 is exponential. n = 1e6: within 1 % on either side."""
     method = gcbench.get_compressor("fft", theta=1 - rho, **FINE)
-    assert rho * (1 + math.log(1 / rho)) == pytest.approx(kept, abs=5e-5)
+    assert rho * (1 + math.log(1 / rho)) == pytest.approx(selected, abs=5e-5)
     error = lost(method, normal(1_000_000, 5))
-    assert 1 - error == pytest.approx(kept, rel=0.01)
+    assert 1 - error == pytest.approx(selected, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_rounding_of_kept_bins(mantissa, error):
     assert (rough - dropped) / (1 - dropped) == pytest.approx(error, rel=0.05)
     assert 4.0**-mantissa / 24 == pytest.approx(error, rel=0.05)
     everything = gcbench.get_compressor("fft", theta=0.0, mantissa=mantissa)
-    assert everything.claims.gaussian_error is None, "an estimate is no closed form"
+    assert everything.claims.gaussian_error is None, "an estimate is not a closed form"
 
 
 def autoregressive(n: int, factor: float) -> torch.Tensor:
@@ -352,8 +352,8 @@ def test_a_padded_gradient_by_hand(theta):
     keep = max(1, round((1 - Fraction(str(theta))) * len(bins)))
     bins[np.lexsort((np.arange(len(bins)), -np.abs(bins)))[keep:]] = 0
     expected = np.fft.irfft(bins, length, norm="ortho")[:PRIME]
-    found = sent(method, x).double().numpy()
-    assert np.linalg.norm(found - expected) < 2e-3 * np.linalg.norm(expected)
+    result = sent(method, x).double().numpy()
+    assert np.linalg.norm(result - expected) < 2e-3 * np.linalg.norm(expected)
     (run,) = ops.spectrum.runs_of(one(PRIME), theta)
     assert (run.length, run.keep) == (length // 2 + 1, keep)
     payload = codec.encode(method, x, Context(one(PRIME), x, KEY))
@@ -442,10 +442,10 @@ def by_hand(x: np.ndarray, theta: float, bits: int, mantissa: int, real: bool) -
     rounded = (x * scale).astype(np.float16).astype(np.float64) / scale
     bins = np.fft.rfft(rounded) / math.sqrt(len(x))
     keep = max(1, round((1 - Fraction(str(theta))) * len(bins)))
-    kept = np.sort(np.lexsort((np.arange(len(bins)), -np.abs(bins)))[:keep])
+    selected = np.sort(np.lexsort((np.arange(len(bins)), -np.abs(bins)))[:keep])
     bitmap = np.zeros(len(bins), dtype=np.int64)
-    bitmap[kept] = 1
-    values = np.stack([bins[kept].real, bins[kept].imag], axis=1).reshape(-1)
+    bitmap[selected] = 1
+    values = np.stack([bins[selected].real, bins[selected].imag], axis=1).reshape(-1)
     up = float_steps(max(values.max(), 0), mantissa) + 1
     down = float_steps(min(values.min(), 0), mantissa) + 1
     most = 2**bits - 1
@@ -474,9 +474,9 @@ def test_payload_by_hand(n, theta, bits, mantissa, bitmap):
     x = normal(n, 11) * 0.01
     payload = codec.encode(method, x, Context(one(n), x, KEY))
     expected = by_hand(x.double().numpy(), theta, bits, mantissa, bitmap == "real")
-    for part, own in zip(payload.parts, expected, strict=True):
+    for part, local in zip(payload.parts, expected, strict=True):
         assert part.dtype == torch.int32
-        assert part.tolist() == own.tolist()
+        assert part.tolist() == local.tolist()
 
 
 @pytest.mark.parametrize("granularity", ["model", "tensor", 4096, 100])
@@ -491,9 +491,12 @@ def test_bits_on_the_wire(granularity, bitmap):
     )
     lengths = [padded_length(n) for n in segments.lengths if n]
     bins = sum(n // 2 + 1 for n in lengths)
-    kept = sum(max(1, round(0.15 * (n // 2 + 1))) for n in lengths)
+    selected = sum(max(1, round(0.15 * (n // 2 + 1))) for n in lengths)
     width = 2 if bitmap == "real" else 1
-    expected = [ops.packing.packed_words(width * bins, 1), ops.packing.packed_words(2 * kept, 10)]
+    expected = [
+        ops.packing.packed_words(width * bins, 1),
+        ops.packing.packed_words(2 * selected, 10),
+    ]
     expected.append(sum(1 for n in segments.lengths if n))
     assert [part.numel() for part in payload.parts] == expected
     assert 8 * payload.nbytes == codec.bits(method, segments) == 32 * sum(expected)
@@ -505,7 +508,7 @@ def test_bits_on_the_wire(granularity, bitmap):
 
 
 def flipped(payload: Payload, part: int, change) -> Payload:
-    parts = [own.clone() for own in payload.parts]
+    parts = [local.clone() for local in payload.parts]
     change(parts[part])
     return Payload(tuple(parts), payload.count)
 
@@ -526,11 +529,11 @@ def test_corrupt_payloads_raise(bitmap):
         return Payload((ops.packing.pack(bits, 1), *payload.parts[1:]))
 
     step = 2 if bitmap == "real" else 1
-    own = slice(0, step)
+    local = slice(0, step)
     cases = {
-        "one bin too few": moved(ones[own].tolist(), []),
-        "one bin too many": moved([], zeros[own].tolist()),
-        "a bin of another segment": moved(ones[own].tolist(), zeros[-step:].tolist()),
+        "one bin too few": moved(ones[local].tolist(), []),
+        "one bin too many": moved([], zeros[local].tolist()),
+        "a bin of another segment": moved(ones[local].tolist(), zeros[-step:].tolist()),
         "a bit after the last": flipped(payload, 0, lambda w: w[-1:].bitwise_or_(-(2**31))),
         "a code after the last": flipped(payload, 1, lambda w: w[-1:].bitwise_or_(-(2**31))),
         "a range below zero": flipped(payload, 2, lambda w: w[1].neg_()),
@@ -595,12 +598,12 @@ def test_the_mean_of_spectra_is_the_mean_of_decoded_gradients(options, workers):
         [codec.decode(method, payload, Context(segments, xs[0])) for payload in payloads]
     )
     expected = (decoded.double() * weights[:, None]).sum(0) / weights.sum()
-    found = codec.mean(method, payloads, Context(segments, xs[0]))
+    result = codec.mean(method, payloads, Context(segments, xs[0]))
     torch.testing.assert_close(
-        found.double(), expected, rtol=0, atol=2e-6 * float(decoded.abs().amax())
+        result.double(), expected, rtol=0, atol=2e-6 * float(decoded.abs().amax())
     )
     if workers == 1:
-        assert torch.equal(found, decoded[0])
+        assert torch.equal(result, decoded[0])
 
 
 # ---- the bounds ----------------------------------------------------------------------------------
@@ -731,14 +734,14 @@ def spectrum_of(x: torch.Tensor) -> torch.Tensor:
 def test_the_range_that_a_message_has_gives_its_bytes(granularity):
     """With all values inside and the grid alike, a given range is the same code."""
     x = normal(64, 3)
-    own = gcbench.get_compressor("fft", theta=0.5, granularity=granularity)
-    _, values = own._open(codec.encode(own, x, Context(one(64), x, KEY)), one(64))
+    local = gcbench.get_compressor("fft", theta=0.5, granularity=granularity)
+    _, values = local._open(codec.encode(local, x, Context(one(64), x, KEY)), one(64))
     low, high = float(values.min()), float(values.max())
-    given = gcbench.get_compressor("fft", theta=0.5, granularity=granularity, low=low, high=high)
+    settings = gcbench.get_compressor("fft", theta=0.5, granularity=granularity, low=low, high=high)
     assert (
-        codec.encode(given, x, Context(one(64), x, KEY))
+        codec.encode(settings, x, Context(one(64), x, KEY))
         .to_bytes()
-        .equal(codec.encode(own, x, Context(one(64), x, KEY)).to_bytes())
+        .equal(codec.encode(local, x, Context(one(64), x, KEY)).to_bytes())
     )
 
 
@@ -746,19 +749,21 @@ def test_what_is_outside_a_given_range_saturates():
     x = normal(4000, 4)
     method = gcbench.get_compressor("fft", theta=0.0, half=False, pad=False, low=-0.5, high=0.25)
     bins = spectrum_of(x)
-    got = spectrum_of(sent(method, x))
+    received = spectrum_of(sent(method, x))
     above, below = bins > 0.25 * (1 + 2.0**-5), bins < -0.5 * (1 + 2.0**-5)
     assert int(above.sum()) > 1000
     assert int(below.sum()) > 900
-    torch.testing.assert_close(got[above], torch.full_like(got[above], 0.25), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        received[above], torch.full_like(received[above], 0.25), rtol=0, atol=1e-6
+    )
     # One code may be to spare at the negative end: 2^-5 of it at most.
-    assert float(got.min()) >= -0.5 * (1 + 2.0**-5) - 1e-6
-    assert float(got[below].max()) <= -0.5 + 1e-6
+    assert float(received.min()) >= -0.5 * (1 + 2.0**-5) - 1e-6
+    assert float(received[below].max()) <= -0.5 + 1e-6
     inside = ~(above | below)
     within = bins.abs() * 2.0**-5 + 1e-5  # a step at the ends; eps is 1e-5 of the range
-    assert ((got - bins).abs() <= within)[inside].all()
-    assert ((got - bins).abs() <= bins.abs() + 1e-6).all()  # nothing errs by more than itself
-    assert (got.abs() <= 0.5 * (1 + 2.0**-5) + 1e-6).all()
+    assert ((received - bins).abs() <= within)[inside].all()
+    assert ((received - bins).abs() <= bins.abs() + 1e-6).all()  # nothing errs by more than itself
+    assert (received.abs() <= 0.5 * (1 + 2.0**-5) + 1e-6).all()
 
 
 def test_what_is_far_below_a_given_range_becomes_zero():
@@ -772,11 +777,11 @@ def test_a_payload_of_another_range_is_refused():
     one_range = gcbench.get_compressor("fft", low=-1.0, high=1.0)
     payload = codec.encode(one_range, x, Context(one(1000), x, KEY))
     for other in ({"low": -2.0, "high": 1.0}, {"low": -1.0, "high": 4.0}):
-        with pytest.raises(PayloadError, match="a range other than low=-"):
+        with pytest.raises(PayloadError, match="low=-"):
             codec.decode(gcbench.get_compressor("fft", **other), payload, Context(one(1000), x))
-    own = codec.encode(gcbench.get_compressor("fft"), x, Context(one(1000), x, KEY))
-    with pytest.raises(PayloadError, match=r"a range other than low=-1.0, high=1.0"):
-        codec.decode(one_range, own, Context(one(1000), x))
+    local = codec.encode(gcbench.get_compressor("fft"), x, Context(one(1000), x, KEY))
+    with pytest.raises(PayloadError, match=r"low=-1.0, high=1.0"):
+        codec.decode(one_range, local, Context(one(1000), x))
 
 
 def test_a_given_range_claims_no_contraction():
@@ -802,11 +807,11 @@ def test_first_steps_with_their_own_range_then_a_given_one(tmp_path):
     from commands import invoke
 
     run = ("run", "--task", "digits", "--compressor", "fft", "--steps", 6, "--results", tmp_path)
-    given = invoke(*run, "--set", "low=0:null/3:-1e-9", "--set", "high=0:null/3:1e-9", "--json")
+    settings = invoke(*run, "--set", "low=0:null/3:-1e-9", "--set", "high=0:null/3:1e-9", "--json")
     later = invoke(*run, "--set", "low=0:null/6:-1e-9", "--set", "high=0:null/6:1e-9", "--json")
     plain = invoke(*run, "--json")
     assert later.json["params_sha256"] == plain.json["params_sha256"]  # no step reaches it
-    assert given.json["params_sha256"] != plain.json["params_sha256"]
+    assert settings.json["params_sha256"] != plain.json["params_sha256"]
     few = invoke(*run, "--set", "low=0:null/3:-1e-9", "--json")
     assert few.code == 2
     assert "give both, or neither" in few.err
@@ -818,14 +823,14 @@ def test_first_steps_with_their_own_range_then_a_given_one(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"theta": 1.0}, "theta=1.0: at least 0 and below 1"),
+        ({"theta": 1.0}, "theta=1.0"),
         ({"theta": -0.1}, "theta=-0.1"),
         ({"theta": math.nan}, "theta=nan"),
-        ({"bitmap": "bits"}, "bitmap='bits': complex, real allowed"),
-        ({"code_bits": 1}, "bits=1, mantissa=5: 2 to 16"),
+        ({"bitmap": "bits"}, "bitmap='bits'.*complex"),
+        ({"code_bits": 1}, "bits=1, mantissa=5"),
         ({"mantissa": 14}, "mantissa=14"),
         ({"low": -1.0}, "low=-1.0, high=None: give both, or neither"),
-        ({"low": 0.0, "high": 1.0}, "low=0.0, high=1.0: finite numbers below and above 0"),
+        ({"low": 0.0, "high": 1.0}, "low=0.0, high=1.0"),
         ({"low": -1.0, "high": math.inf}, "high=inf"),
         ({"low": -1.0, "high": math.nan}, "high=nan"),
         ({"granularity": "layer"}, "granularity 'layer'"),
@@ -843,4 +848,4 @@ def test_declarations():
     assert method.claims.contractive
     assert not method.claims.portable
     assert not method.claims.unbiased
-    assert len({repr(gcbench.get_compressor("fft", **own)) for own in method.variants}) == 8
+    assert len({repr(gcbench.get_compressor("fft", **local)) for local in method.variants}) == 8

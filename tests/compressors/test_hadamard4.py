@@ -38,7 +38,7 @@ def test_the_rotation_is_the_matrix(d):
 
 @pytest.mark.parametrize("d", [1, 3, 100, 127, 128])
 def test_the_rotation_undoes_itself_and_keeps_the_norm(d):
-    """Of lengths that are no power of two, too: 100 elements are 64, 32 and 4."""
+    """Also for lengths that are not a power of two: 100 elements are 64, 32 and 4."""
     x, block = normal(5 * d), Segments.of([(5 * d,)], d)
     rotated = rotate(x, block)
     torch.testing.assert_close(rotate(rotated, block), x, rtol=1e-5, atol=1e-6)
@@ -118,5 +118,5 @@ def test_payloads_that_no_encoder_sends():
             codec.decode(
                 method, Payload((words, torch.tensor([scale]))), Context(segments, NOTHING)
             )
-    with pytest.raises(PayloadError, match="whose scale is 0"):
+    with pytest.raises(PayloadError, match="scale 0"):
         codec.decode(method, Payload((words, torch.tensor([0.0]))), Context(segments, NOTHING))

@@ -199,33 +199,33 @@ def run_one_stage(carry: bool):
     """Return sum_t G_t, sum_t V^_t and the last residual of 200 steps, float64."""
     method, segments = onebit(), Segments.of([(8, 64)], "column")
     residual = torch.zeros(512)
-    given, applied = torch.zeros(512, dtype=torch.float64), torch.zeros(512, dtype=torch.float64)
+    settings, applied = torch.zeros(512, dtype=torch.float64), torch.zeros(512, dtype=torch.float64)
     for step in range(200):
         gradient = normal(512, seed=1000 + step)
         offered = gradient + residual
         sent = coded(method, offered, segments)
         residual = (offered if carry else gradient) - sent
-        given += gradient
+        settings += gradient
         applied += sent
-    return given, applied, residual.double()
+    return settings, applied, residual.double()
 
 
 def test_one_residual_telescopes():
     """sum_t V^_t = sum_t G_t - D_T: all that was not applied is in the residual."""
-    given, applied, residual = run_one_stage(carry=True)
-    assert float((given - applied - residual).abs().max()) < 1e-4  # 400 float32 roundings
-    assert float((given - applied).std()) < 1  # one step's error, after 200 steps
+    settings, applied, residual = run_one_stage(carry=True)
+    assert float((settings - applied - residual).abs().max()) < 1e-4  # 400 float32 roundings
+    assert float((settings - applied).std()) < 1  # one step's error, after 200 steps
 
 
 def test_the_printed_residual_loses_mass():
     """Delta = G - V^, as the paper prints it, forgets what was carried: errors pile up."""
     carried = run_one_stage(carry=True)
     printed = run_one_stage(carry=False)
-    gap = [float((given - applied).std()) for given, applied, _ in (carried, printed)]
+    gap = [float((settings - applied).std()) for settings, applied, _ in (carried, printed)]
     assert gap[0] == pytest.approx(0.77, abs=0.1)
     assert gap[1] > 6
-    given, applied, residual = printed
-    assert float((given - applied - residual).std()) > 6
+    settings, applied, residual = printed
+    assert float((settings - applied - residual).std()) > 6
 
 
 def test_both_residuals_telescope():
@@ -234,7 +234,7 @@ def test_both_residuals_telescope():
     n = segments.numel
     residuals = torch.zeros(workers, n)
     owner = torch.zeros(n)
-    given, applied = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    settings, applied = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for step in range(60):
         gradients = normal(workers, n, seed=step) * torch.linspace(0.5, 3, n)
         offered = gradients + residuals
@@ -254,11 +254,11 @@ def test_both_residuals_telescope():
         )
         update = codec.decode(method, merged, Context(segments, NOTHING))
         owner = offer - update
-        given += gradients.double().sum(0)
+        settings += gradients.double().sum(0)
         applied += update.double()
     left = residuals.double().sum(0) + workers * owner.double()
-    assert float((given - workers * applied - left).abs().max()) < 1e-3
-    assert float((given - workers * applied).abs().max()) > 1, "residuals must matter here"
+    assert float((settings - workers * applied - left).abs().max()) < 1e-3
+    assert float((settings - workers * applied).abs().max()) > 1, "residuals must matter here"
 
 
 def test_merge_encodes_the_mean_again():
@@ -320,12 +320,12 @@ def test_special_values(granularity):
     tiny = torch.full((n,), 1e-45)
     tiny[::3] = 0
     for x in (torch.zeros(n), -torch.zeros(n), spike, torch.ones(n), huge, tiny, huge / 3):
-        kept = x.clone()
+        selected = x.clone()
         payload = codec.encode(method, x, Context(segments, NOTHING, KEY))
         decoded = codec.decode(method, payload, Context(segments, NOTHING))
         assert decoded.isfinite().all()
         assert (decoded * x >= 0).all()
-        assert torch.equal(x, kept)
+        assert torch.equal(x, selected)
         bound = method.claims.error_bound(x, Context(segments))
         assert squared(x.double() - decoded.double()) <= bound
     assert torch.equal(coded(method, huge, segments), huge)

@@ -33,16 +33,16 @@ def run(simulated, clock, grads, warm_up, collective="twoshot", code="onebitadam
         lossy = type(lossy)(
             gcbench.get_compressor(code), "allreduce", 0, lossy.segments, carried, rule=lossy.rule
         )
-    made = Exchange(simulated(workers), [exact], 0, clock)
+    created = Exchange(simulated(workers), [exact], 0, clock)
     clock.start_step()
     theta, path = torch.zeros(n), []
     for step in range(steps):
         if step == warm_up:
-            made.change([lossy])
-        direction = made.mean(list(grads[step]), step, LR)
+            created.change([lossy])
+        direction = created.mean(list(grads[step]), step, LR)
         theta = theta.sub(direction, alpha=LR)
         path.append(theta.clone())
-    return path, made
+    return path, created
 
 
 def adam(grads, warm_up, beta2=B2):
@@ -82,7 +82,7 @@ def test_the_warm_up_is_torchs_adam(simulated, clock):
 def test_the_exchanged_momentum_by_its_definition(simulated, clock):
     """The recursions of algorithm 1 in float64, at two workers and by all-gather."""
     grads, warm_up = gradients(12, 2, 300), 4
-    path, made = run(simulated, clock, grads, warm_up, "allgather")
+    path, created = run(simulated, clock, grads, warm_up, "allgather")
     m, v, theta = (torch.zeros(300, dtype=torch.float64) for _ in range(3))
     errors = torch.zeros(2, 300, dtype=torch.float64)
     for t, g in enumerate(grads.double(), 1):
@@ -96,42 +96,42 @@ def test_the_exchanged_momentum_by_its_definition(simulated, clock):
             errors, m = p - c, c.mean(0)
         theta = theta - LR * m / (1 - B1**t) / (frozen.sqrt() + EPS)
         assert float((path[t - 1] - theta).abs().max()) < 1e-4, t
-    carried = torch.stack([worker[0]["error"] for worker in made.workers]).double()
+    carried = torch.stack([worker[0]["error"] for worker in created.workers]).double()
     assert float((carried - errors).abs().max()) < 1e-5
 
 
 def test_both_residuals_telescope(simulated, clock):
     """What was applied, and what workers and owners carry, add up to what was offered."""
     grads, warm_up, n = gradients(10, 3, 2100), 2, 2100
-    _, made = run(simulated, clock, grads[:warm_up], warm_up)
+    _, created = run(simulated, clock, grads[:warm_up], warm_up)
     method = gcbench.get_compressor("onebitadam")
-    made.change([lane_of([(n,)], 0, method, "twoshot", memory.of(method), exact=False)])
+    created.change([lane_of([(n,)], 0, method, "twoshot", memory.of(method), exact=False)])
     total = torch.zeros(n, dtype=torch.float64)
     for step in range(warm_up, 10):
-        before = made.joint[0]["momentum"].double().clone()
+        before = created.joint[0]["momentum"].double().clone()
         total += B1 * before + (1 - B1) * grads[step].double().mean(0)
-        made.mean(list(grads[step]), step, LR)
-        total -= made.joint[0]["momentum"].double()
-    carried = torch.stack([worker[0]["error"] for worker in made.workers]).double().mean(0)
-    owners = torch.cat([worker[0]["owner"] for worker in made.workers]).double()
+        created.mean(list(grads[step]), step, LR)
+        total -= created.joint[0]["momentum"].double()
+    carried = torch.stack([worker[0]["error"] for worker in created.workers]).double().mean(0)
+    owners = torch.cat([worker[0]["owner"] for worker in created.workers]).double()
     assert float(owners.abs().max()) > 0.01
     assert float((carried + owners - total).abs().max()) < 1e-5
 
 
 def test_residuals_do_not_follow_the_learning_rate(simulated, clock):
     grads = gradients(6, 2, 300)
-    _, made = run(simulated, clock, grads, 2)
-    before = [worker[0]["error"].clone() for worker in made.workers]
-    made.follow(LR / 10)
-    assert all(torch.equal(a, w[0]["error"]) for a, w in zip(before, made.workers, strict=True))
+    _, created = run(simulated, clock, grads, 2)
+    before = [worker[0]["error"].clone() for worker in created.workers]
+    created.follow(LR / 10)
+    assert all(torch.equal(a, w[0]["error"]) for a, w in zip(before, created.workers, strict=True))
 
 
 def test_elements_without_gradient_do_not_move(simulated, clock):
     """Their second moment is 0, and the compressed momentum is not: they would leap."""
     grads = gradients(12, 2, 300)
     grads[:, :, 100:] = 0
-    path, made = run(simulated, clock, grads, 4)
-    assert float(made.joint[0]["momentum"][100:].abs().min()) > 0
+    path, created = run(simulated, clock, grads, 4)
+    assert float(created.joint[0]["momentum"][100:].abs().min()) > 0
     assert not path[-1][100:].any()
     assert float(path[-1][:100].abs().min()) > 0
 

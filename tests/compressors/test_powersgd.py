@@ -22,9 +22,9 @@ SHAPES = [(40, 30), (7,), (16, 3, 5, 5), (), (0,), (0, 5), (1, 9), (2, 2)]
 
 
 def method(**fields) -> MultiRoundCompressor:
-    made = gcbench.get_compressor("powersgd", **fields)
-    assert isinstance(made, MultiRoundCompressor)
-    return made
+    created = gcbench.get_compressor("powersgd", **fields)
+    assert isinstance(created, MultiRoundCompressor)
+    return created
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,9 +82,9 @@ def test_linear_in_the_workers(workers, rank):
     for step in range(3):
         xs = [normal(segments.numel, seed=10 * step + rank) for rank in range(workers)]
         mean = sum(xs[1:], xs[0]) / workers
-        got, state = exchange(powersgd, xs, segments, state)
+        received, state = exchange(powersgd, xs, segments, state)
         expected, alone = exchange(powersgd, [mean], segments, alone)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -105,10 +105,10 @@ def test_tensors_with_nothing_to_gain_travel_as_they_are():
     out, _ = exchange(
         powersgd, [x], segments, powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     )
-    kept = torch.ones(segments.numel, dtype=torch.bool)
-    kept[:1200] = kept[1207 : 1207 + 1200] = False
-    assert torch.equal(out[kept], x[kept])
-    assert (out[~kept] != x[~kept]).all()
+    selected = torch.ones(segments.numel, dtype=torch.bool)
+    selected[:1200] = selected[1207 : 1207 + 1200] = False
+    assert torch.equal(out[selected], x[selected])
+    assert (out[~selected] != x[~selected]).all()
     assert method().layout(Segments.of([(4, 4)])) == ((torch.float32, 16), (torch.float32, 0))
     assert method().layout(Segments.of([(4, 5)])) == ((torch.float32, 8), (torch.float32, 10))
     full, segments = method(rank=30), Segments.of([(40, 30)])
@@ -249,16 +249,16 @@ def test_residuals_telescope():
     powersgd, segments, workers = method(rank=1), Segments.of(SHAPES), 3
     state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
     residuals = [torch.zeros(segments.numel) for _ in range(workers)]
-    given = applied = torch.zeros(segments.numel, dtype=torch.float64)
+    settings = applied = torch.zeros(segments.numel, dtype=torch.float64)
     for step in range(20):
         gradients = [normal(segments.numel, seed=step * workers + i) for i in range(workers)]
         xs = [g + e for g, e in zip(gradients, residuals, strict=True)]
         out, state = exchange(powersgd, xs, segments, state)
         residuals = [x - out for x in xs]
-        given = given + sum(g.double() for g in gradients) / workers
+        settings = settings + sum(g.double() for g in gradients) / workers
         applied = applied + out.double()
     mean = sum(e.double() for e in residuals) / workers
-    torch.testing.assert_close(applied + mean, given, rtol=0, atol=1e-4)
+    torch.testing.assert_close(applied + mean, settings, rtol=0, atol=1e-4)
     assert float(mean.norm()) > 1
 
 
@@ -314,9 +314,9 @@ def test_orthonormal_vectors(vectors):
     wide = out.double()
     identity = torch.eye(len(out), dtype=torch.float64)
     torch.testing.assert_close(wide @ wide.T, identity, rtol=0, atol=1e-6)
-    given = vectors.double()
-    lost = given - given @ wide.T @ wide
-    assert float(lost.norm()) <= 3e-7 * float(given.norm()) + 1e-50
+    settings = vectors.double()
+    lost = settings - settings @ wide.T @ wide
+    assert float(lost.norm()) <= 3e-7 * float(settings.norm()) + 1e-50
     again = torch.cat([vectors.clone()])
     assert torch.equal(orthonormalize(again), out)
 

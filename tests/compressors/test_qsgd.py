@@ -261,8 +261,8 @@ def test_expected_nonzeros(levels):
     method = qsgd(norm="2", levels=levels, granularity="tensor")
     for x in inputs(n, 11).values():
         p = (x.double().abs() / x.double().norm() * levels).clamp(max=1)
-        found = int(decoded(method, x, one(n), Key(6, levels, 0)).count_nonzero())
-        assert abs(found - float(p.sum())) < 5 * float((p * (1 - p)).sum().sqrt())
+        result = int(decoded(method, x, one(n), Key(6, levels, 0)).count_nonzero())
+        assert abs(result - float(p.sum())) < 5 * float((p * (1 - p)).sum().sqrt())
         assert float(p.sum()) <= levels * (levels + math.sqrt(n))
 
 
@@ -275,8 +275,8 @@ def omega_length(k: int) -> int:
 
 
 def lengths_sum(values: torch.Tensor) -> int:
-    found, counts = values.unique(return_counts=True)
-    pairs = zip(found.tolist(), counts.tolist(), strict=True)
+    result, counts = values.unique(return_counts=True)
+    pairs = zip(result.tolist(), counts.tolist(), strict=True)
     return sum(omega_length(k) * count for k, count in pairs)
 
 
@@ -328,7 +328,7 @@ def test_sparse_code_length_of_equal_magnitudes():
 
 
 def dense_bits(kind: str, n: int) -> float:
-    """Bits an element of the dense form at s = sqrt(n), without the norm, checked in words."""
+    """Bits per element of the dense form at s = sqrt(n), without the norm, checked in words."""
     method = qsgd(norm="2", levels=math.isqrt(n), granularity="tensor", coding="omega-dense")
     x = inputs(n, 13)[kind]
     codes = codes_of(method, x, Key(8, 0, 0))

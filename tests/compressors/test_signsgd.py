@@ -87,7 +87,7 @@ def close(measured: float, p: float, trials: int) -> bool:
 
 
 def test_payload_by_hand():
-    """One bit an element, up and down: bit j of word l is element l + 2 j of 40."""
+    """One bit per element, up and down: bit j of word l is element l + 2 j of 40."""
     x = normal(40)
     words = [sum((float(x[lane + 2 * j]) >= 0) << j for j in range(20)) for lane in (0, 1)]
     method, segments = signsgd(), one(40)
@@ -323,7 +323,7 @@ def test_one_sign_is_wrong_as_gauss_bounds_it(s):
 def test_any_noise_is_wrong_less_than_one_over_s(s):
     """P(wrong) <= 1 / S (Markov); two values attain Cantelli's bound, 1 / (1 + S^2)."""
     n, p = 100_000, 1 / (1 + s * s)
-    # Mean 0 and variance 1: -s with probability p, +1/s otherwise; a little more, as 0 is no error.
+    # Mean 0 and variance 1: -s with probability p, else 1/s; slightly more, as 0 counts as right.
     noise = torch.where(uniform(n, seed=int(s)) < p, -s * (1 + 1e-6), 1 / s)
     wrong = float((coded(signsgd(), s + noise, one(n)) < 0).double().mean())
     assert close(wrong, p, n)
@@ -574,7 +574,7 @@ def test_adam_without_memory_is_signsgd():
 
 
 def test_ef_payload_by_hand():
-    """C(p) = (||p||_1 / d) sign(p): bits, then one scale a tensor by default."""
+    """C(p) = (||p||_1 / d) sign(p): bits, then one scale per tensor by default."""
     assert efsignsgd().granularity == "tensor"
     x = torch.tensor([3.0, -1.0, 0.0, -4.0, 0.5])
     segments = Segments.of([(4,), (1,), (0,)])

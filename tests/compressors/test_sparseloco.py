@@ -22,14 +22,14 @@ def normal(n: int, seed: int = 0) -> torch.Tensor:
 
 def by_hand(x: list[float], chunk: int, topk: int) -> list[float]:
     """What arrives of one segment: lists, loops and Python's own floats."""
-    kept: list[int] = []
+    selected: list[int] = []
     for start in range(0, len(x), chunk):
         places = range(start, min(start + chunk, len(x)))
         count = min(len(places), -(-topk * len(places) // chunk))
-        kept += sorted(places, key=lambda i: (-abs(x[i]), i))[:count]
-    level = sum(abs(x[i]) for i in kept) / len(kept)
-    large = [i for i in kept if abs(x[i]) >= level]
-    small = [i for i in kept if abs(x[i]) < level]
+        selected += sorted(places, key=lambda i: (-abs(x[i]), i))[:count]
+    level = sum(abs(x[i]) for i in selected) / len(selected)
+    large = [i for i in selected if abs(x[i]) >= level]
+    small = [i for i in selected if abs(x[i]) < level]
     there = [0.0] * len(x)
     for members in (large, small):
         for i in members:
@@ -61,7 +61,7 @@ def test_the_bytes_on_the_wire():
 
 
 def test_bits_an_element():
-    """64 (12 + 2) bits of 4096 elements, and 8 bytes a tensor."""
+    """64 (12 + 2) bits of 4096 elements, and 8 bytes per tensor."""
     method = gcbench.get_compressor("sparseloco")
     payload = method.compress(normal(1 << 20)).payload
     assert 8 * payload.nbytes == (1 << 20) / 4096 * 64 * 14 + 64
@@ -72,9 +72,9 @@ def test_two_magnitudes_keep_most():
     """The figure of the card, and the projection: what is lost is what is not there."""
     x, method = normal(1 << 20), gcbench.get_compressor("sparseloco")
     there = method.decompress(method.compress(x)).double()
-    kept = x.double()[there != 0]
-    assert len(kept) == (1 << 20) // 64
-    assert float(there.square().sum() / kept.square().sum()) == pytest.approx(0.995, abs=5e-4)
+    selected = x.double()[there != 0]
+    assert len(selected) == (1 << 20) // 64
+    assert float(there.square().sum() / selected.square().sum()) == pytest.approx(0.995, abs=5e-4)
     lost = float((x - there).square().sum())
     assert lost == pytest.approx(float(x.double().square().sum() - there.square().sum()), rel=1e-6)
 

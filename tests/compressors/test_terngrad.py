@@ -173,7 +173,7 @@ def test_sums_of_more_workers_than_a_code_holds_are_refused():
     words = torch.zeros(ops.packing.packed_words(5, 16), dtype=torch.int32)
     assert ops.ternary.bits(32_767) == 16
     for backend in ("reference", "auto"):
-        with ops.using(backend), pytest.raises(PayloadError, match=r"32767 workers; an all-gather"):
+        with ops.using(backend), pytest.raises(PayloadError, match="32767 workers"):
             ops.ternary.merge([(words, 32_767), (words, 32_767)], 5)
 
 
@@ -226,14 +226,14 @@ def test_scaler_sharing_raises_the_variance():
     method = gcbench.get_compressor("terngrad")
     x = normal(100_000, 5)
     segments = one(len(x))
-    own = codec.prepare(method, x, Context(segments)).statistic
+    local = codec.prepare(method, x, Context(segments)).statistic
     errors = []
     for factor in (1.0, 1.5, 3.0):
-        payload = codec.encode(method, x, Context(segments, own * factor, Key(5, 0, 0)))
-        decoded = codec.decode(method, payload, Context(segments, own * factor))
-        f = method.claims.target(x, Context(segments, own)).double()
+        payload = codec.encode(method, x, Context(segments, local * factor, Key(5, 0, 0)))
+        decoded = codec.decode(method, payload, Context(segments, local * factor))
+        f = method.claims.target(x, Context(segments, local)).double()
         errors.append(float((decoded.double() - f).square().sum()))
-        exact = float(own * factor) * float(f.abs().sum()) - float(f.square().sum())
+        exact = float(local * factor) * float(f.abs().sum()) - float(f.square().sum())
         assert errors[-1] == pytest.approx(exact, rel=0.02)
     assert errors[0] < errors[1] < errors[2]
 
@@ -281,18 +281,18 @@ def test_c_sigma_clips_at_the_shared_scale_only():
     method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
     x = normal(200_000, 13)
     segments = one(len(x))
-    own = codec.prepare(method, x, Context(segments)).statistic
-    shared = 2 * own
+    local = codec.prepare(method, x, Context(segments)).statistic
+    shared = 2 * local
     decoded = codec.decode(
         method,
         codec.encode(method, x, Context(segments, shared, Key(7, 1, 0))),
         Context(segments, shared),
     )
-    between = (x.abs() > 1.2 * own) & (x.abs() < 1.8 * own)
+    between = (x.abs() > 1.2 * local) & (x.abs() < 1.8 * local)
     p = x[between].abs().double() / float(shared)
     sd = float(shared) * float((p * (1 - p)).sum().sqrt())
-    got = float((decoded * x.sign())[between].double().sum())
-    assert abs(got - float(x[between].abs().double().sum())) < 5 * sd  # error probability 6e-7
+    received = float((decoded * x.sign())[between].double().sum())
+    assert abs(received - float(x[between].abs().double().sum())) < 5 * sd  # error probability 6e-7
     target = method.claims.target(x, Context(segments, shared))
     assert torch.equal(target, x.clamp(-float(shared), float(shared)))
 
@@ -333,9 +333,9 @@ def test_a_worker_without_a_spread_draws_under_the_scale_of_another():
     """Without clipping: P = |g| / s, so that the mean of many draws is g."""
     method, segments = gcbench.get_compressor("terngrad"), Segments.of([(1000,)])
     x = torch.full((1000,), -0.5)
-    limit, own = ops.ternary.scales(x, segments, 2.5)
+    limit, local = ops.ternary.scales(x, segments, 2.5)
     assert limit.tolist() == [torch.finfo(torch.float32).max]
-    assert own.tolist() == [0.5]
+    assert local.tolist() == [0.5]
     assert ops.ternary.scales(x, segments, 2.5, at_limit=True)[1].tolist() == [0.5]
     shared = torch.tensor([2.0])
     arrived = codec.decode(
@@ -418,14 +418,14 @@ def test_a_constant_is_exact():
 def test_encode_is_pure():
     method = gcbench.get_compressor("terngrad")
     x = normal(5000)
-    kept = x.clone()
+    selected = x.clone()
     segments = one(5000)
     before = torch.get_rng_state()
     shared = codec.prepare(method, x, Context(segments)).statistic
     first = codec.encode(method, x, Context(segments, shared, Key(1, 2, 3)))
     again = codec.encode(method, x, Context(segments, shared, Key(1, 2, 3)))
     assert torch.equal(first.parts[0], again.parts[0])
-    assert torch.equal(x, kept)
+    assert torch.equal(x, selected)
     assert torch.equal(before, torch.get_rng_state())
 
 

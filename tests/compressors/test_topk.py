@@ -44,12 +44,12 @@ def round_trip(method, x: torch.Tensor, segments: Segments | None = None) -> tor
 
 def by_sorting(x: torch.Tensor, segments: Segments, ratio: float) -> list[int]:
     """The definition, element by element: magnitude first, then the lower index."""
-    kept: list[int] = []
+    selected: list[int] = []
     for start, stop in itertools.pairwise(segments.offsets):
         count = max(1, math.ceil(round(ratio * (stop - start), 9))) if stop > start else 0
         order = sorted(range(start, stop), key=lambda i: (-abs(float(x[i])), i))
-        kept += sorted(order[:count])
-    return kept
+        selected += sorted(order[:count])
+    return selected
 
 
 # ---- what is kept --------------------------------------------------------------------------------
@@ -66,34 +66,34 @@ def test_exactly_k_by_magnitude_then_index(positions, ratio):
     few[::7] = -0.0
     for x in (normal(n), few, torch.zeros(n), -torch.zeros(n), torch.full((n,), -2.0)):
         payload = codec.encode(method, x, Context(SPREAD, NOTHING, KEY))
-        kept, values = method._open(payload.parts, SPREAD)
-        assert kept.tolist() == by_sorting(x, SPREAD, ratio)
-        assert torch.equal(values, x[kept])
+        selected, values = method._open(payload.parts, SPREAD)
+        assert selected.tolist() == by_sorting(x, SPREAD, ratio)
+        assert torch.equal(values, x[selected])
 
 
 def test_equal_rows_with_ties_in_some():
     """Runs of segments of one length are selected together; ties in one row leave others alone."""
     x = torch.cat([normal(64, 1), torch.ones(64), torch.zeros(64), normal(64, 2)])
     segments = Segments.of([(256,)], 64)
-    kept = ops.selection.largest(
+    selected = ops.selection.largest(
         ops.selection.magnitude_order(x), ops.selection.kept_runs(segments, 0.1)
     )
-    assert kept.tolist() == by_sorting(x, segments, 0.1)
-    assert kept[7:21].tolist() == [*range(64, 71), *range(128, 135)]
+    assert selected.tolist() == by_sorting(x, segments, 0.1)
+    assert selected[7:21].tolist() == [*range(64, 71), *range(128, 135)]
 
 
 def test_denormals_and_huge_values_are_ordered():
     x = torch.tensor([1e-45, -2e-45, 0.0, 3e38, -1e-40, 1e30, -3.1e38, 1e-38])
     for count, expected in ((3, [3, 5, 6]), (5, [3, 4, 5, 6, 7]), (7, [0, 1, 3, 4, 5, 6, 7])):
-        kept = ops.selection.largest(
+        selected = ops.selection.largest(
             ops.selection.magnitude_order(x), [ops.selection.KeptRun(0, 1, 8, count)]
         )
-        assert kept.tolist() == expected
+        assert selected.tolist() == expected
     close = torch.tensor([1.0, 1 + 2.0**-23, -1.0, 1 + 2.0**-22])
-    kept = ops.selection.largest(
+    selected = ops.selection.largest(
         ops.selection.magnitude_order(close), [ops.selection.KeptRun(0, 1, 4, 2)]
     )
-    assert kept.tolist() == [1, 3], "the last bit decides"
+    assert selected.tolist() == [1, 3], "the last bit decides"
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ def test_idempotent_permutation_and_scale_equivariant():
 
 
 @pytest.mark.parametrize(
-    ("ratio", "kept"), [(0.15, 0.5575), (0.10, 0.4393), (0.01, 0.0845), (0.001, 0.0127)]
+    ("ratio", "selected"), [(0.15, 0.5575), (0.10, 0.4393), (0.01, 0.0845), (0.001, 0.0127)]
 )
-def test_gaussian_energy(ratio, kept):
+def test_gaussian_energy(ratio, selected):
     """rho + 2 tau phi(tau), by its published values, and measured on 1e6 normal elements.
 
     At .001 the sum over 1000 elements scatters by 1.4 %, so only the closed form is compared.
     """
     method = gcbench.get_compressor("topk", ratio=ratio)
-    assert 1 - method.claims.gaussian_error == pytest.approx(kept, abs=6e-5)
+    assert 1 - method.claims.gaussian_error == pytest.approx(selected, abs=6e-5)
     x = normal(1_000_000, 5)
     energy = float(round_trip(method, x).double().square().sum() / x.double().square().sum())
-    assert energy == pytest.approx(kept, rel=0.01 if ratio > 0.001 else 0.05)
+    assert energy == pytest.approx(selected, rel=0.01 if ratio > 0.001 else 0.05)
     assert gcbench.get_compressor("topk").claims.gaussian_error == pytest.approx(0.91551, abs=1e-5)
     assert gcbench.get_compressor("topk", ratio=1.0).claims.gaussian_error == 0
     rounded = gcbench.get_compressor("topk", ratio=0.99, values="fp16")
@@ -369,9 +369,9 @@ def test_range_values_are_within_two_to_the_minus_seven():
     method = gcbench.get_compressor("topk", ratio=0.25, values="range")
     x = normal(20_000, 8)
     sent = round_trip(method, x)
-    kept = sent != 0
-    assert int(kept.sum()) == 5000
-    relative = ((sent - x) / x)[kept].abs()
+    selected = sent != 0
+    assert int(selected.sum()) == 5000
+    relative = ((sent - x) / x)[selected].abs()
     assert 2.0**-8 < float(relative.max()) <= 2.0**-7
     payload = codec.encode(method, x, Context(one(20_000), NOTHING, KEY))
     assert [p.numel() for p in payload.parts[-2:]] == [ops.packing.packed_words(5000, 10), 1]
@@ -454,11 +454,11 @@ def test_a_gradient_of_zeros(positions, values):
     [
         ("int32", [3, 3, 21], "increase"),
         ("int32", [17, 3, 21], "increase"),
-        ("int32", [-1, 3, 21], "outside the segment"),
-        ("int32", [3, 17, 24], "outside the segment"),
-        ("int32", [3, 17, 2**31 - 1], "outside the segment"),
-        *((coding, [3, 17, 19], "outside the segment") for coding in CODINGS),
-        *((coding, [3, 21, 22], "outside the segment") for coding in CODINGS),
+        ("int32", [-1, 3, 21], "outside its segment"),
+        ("int32", [3, 17, 24], "outside its segment"),
+        ("int32", [3, 17, 2**31 - 1], "outside its segment"),
+        *((coding, [3, 17, 19], "outside its segment") for coding in CODINGS),
+        *((coding, [3, 21, 22], "outside its segment") for coding in CODINGS),
     ],
 )
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -479,7 +479,7 @@ def test_gaps_that_no_encoder_sends():
     bits = selection.gaps_low_bits(2000, 4)
     assert ops.packing.unpack(low, bits, 4).tolist() == [q % 2**bits for q in (10, 10, 498, 1996)]
     assert 1996 | 2**bits - 1 > 2000 - 4
-    for place, code, message in ((0, 11, "increase"), (3, 2**bits - 1, "outside the segment")):
+    for place, code, message in ((0, 11, "increase"), (3, 2**bits - 1, "outside its segment")):
         codes = ops.packing.unpack(low, bits, 4)
         codes[place] = code
         payload = Payload((ops.packing.pack(codes, bits), high, torch.ones(4)))
@@ -515,7 +515,7 @@ def test_other_corrupt_payloads():
     long = one(1000)
     *where, words, grid = codec.encode(method, normal(1000), Context(long, NOTHING, KEY)).parts
     for bad in (0, -1, 2**31 - 1):
-        with pytest.raises(PayloadError, match="topk: a grid that no encoder sends"):
+        with pytest.raises(PayloadError, match=r"topk: .*grid"):
             codec.decode(
                 method, Payload((*where, words, torch.full_like(grid, bad))), Context(long, NOTHING)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -32,11 +33,11 @@ def test_another_length_or_dtype_is_refused_by_every_encoder(name, backend):
     with ops.using(backend):
         shared = calls.agree(method, [right], segments, calls.KEY)
         for wrong in (inputs.normal(N + 7), inputs.normal(N - 7), right.double()):
-            came = rf"{name}: .* got x of {wrong.dtype}, shape \({len(wrong)},\)"
+            received = rf"{name}: .*{wrong.dtype}, shape \({len(wrong)},\)"
             ctx = Context(segments, shared, calls.KEY)
-            with pytest.raises(UsageError, match=rf"{came}; float32, shape \({N},\), is expected"):
+            with pytest.raises(UsageError, match=rf"{received}.*float32, shape \({N},\)"):
                 codec.encode(method, wrong, ctx)
-            with pytest.raises(UsageError, match=came):
+            with pytest.raises(UsageError, match=received):
                 codec.feedback(method, wrong, torch.zeros(N), ctx)
 
 
@@ -49,7 +50,7 @@ def test_no_method_decodes_a_nan(name, value, backend):
     segments = Segments.of(SHAPES, method.granularity)
     x = inputs.normal(N)
     x[5] = value
-    with pytest.raises(UsageError, match="finite floating-point values expected"):
+    with pytest.raises(UsageError, match="NaN or an infinity"):
         method.compress(x)
     with ops.using(backend):
         shared = calls.agree(method, [x], segments, calls.KEY)
@@ -66,7 +67,7 @@ def test_a_payload_of_no_workers_is_refused(name):
     x = inputs.normal(N)
     shared = calls.agree(method, [x], segments, calls.KEY)
     payload = codec.encode(method, x, Context(segments, shared, calls.KEY))._replace(count=0)
-    with pytest.raises(PayloadError, match=f"{name}: payload of 0 workers"):
+    with pytest.raises(PayloadError, match=f"{name}: .*count 0"):
         codec.decode(method, payload, Context(segments, shared))
 
 
@@ -83,16 +84,16 @@ def test_decoders_refuse_what_no_encoder_sends(backend):
             lambda: codec.decode(int8, broken, Context(segments, none)),
             lambda: codec.mean(int8, [broken, broken], Context(segments, none)),
         ):
-            with pytest.raises(PayloadError, match="int8: codes in a block whose scale is 0"):
+            with pytest.raises(PayloadError, match=r"int8: .*scale 0"):
                 call()
 
         tern = registry.compressor("terngrad", share=False)
         _, scales = codec.encode(tern, x, Context(segments, none, key)).parts
         silent, _ = codec.encode(tern, torch.zeros(600), Context(segments, none, key)).parts
-        with pytest.raises(PayloadError, match="terngrad: a scale that no code reaches"):
+        with pytest.raises(PayloadError, match=r"terngrad: .*scale"):
             codec.decode(tern, Payload((silent, scales)), Context(segments, none))
         loud, _ = codec.encode(tern, x, Context(segments, none, key)).parts
-        with pytest.raises(PayloadError, match="codes in a segment whose scale is 0"):
+        with pytest.raises(PayloadError, match=r"terngrad: .*scale"):
             codec.decode(tern, Payload((loud, 0 * scales)), Context(segments, none))
 
         plain = registry.compressor("none")
@@ -113,13 +114,13 @@ def test_an_imaginary_sum_is_refused(backend, granularity):
     x, none = inputs.normal(600) + 3, torch.empty(0)
     with ops.using(backend):
         payload = codec.encode(method, x, Context(segments, none, Key(0, 0, 0)))
-        kept, values = method._open(payload, segments)
+        selected, values = method._open(payload, segments)
         runs = method._runs(segments)
         spectrum = torch.zeros(ops.spectrum.count_bins(runs), 2)
-        spectrum[kept] = values
+        spectrum[selected] = values
         spectrum[0, 1] = spectrum[0, 0]
         form = method.code_bits, method.mantissa, 1
-        broken = Payload(ops.spectrum.pack(spectrum, kept, runs, *form))
+        broken = Payload(ops.spectrum.pack(spectrum, selected, runs, *form))
         assert broken.layout == payload.layout
         codec.decode(method, payload, Context(segments, none))
         with pytest.raises(PayloadError, match="fft: the first bin of a segment is not real"):
@@ -128,7 +129,7 @@ def test_an_imaginary_sum_is_refused(backend, granularity):
 
 @pytest.mark.parametrize("declared", ["allgather", ("all-gather",), (), ("twoshot", "twoshot")])
 def test_declared_collectives_are_checked_at_registration(declared):
-    with pytest.raises(GcbenchError, match=r"a tuple of some of .* expected, the default first"):
+    with pytest.raises(GcbenchError, match=re.escape(repr(declared))):
         type("Theirs", (gcbench.Compressor,), {"collectives": declared})
 
 
@@ -143,9 +144,9 @@ def test_an_unknown_collective_is_no_twoshot(simulated, clock):
     assert issubclass(Narrowed, Compressor)
     clock.start_step()
     lane = Lane(registry.compressor("none"), "two-shot", 0, Segments.of([(4,)]))
-    made = Exchange(simulated(2), [lane], 0, clock)
+    created = Exchange(simulated(2), [lane], 0, clock)
     with pytest.raises(ValueError, match="collective 'two-shot'"):
-        made.mean([torch.ones(4)] * 2, 0)
+        created.mean([torch.ones(4)] * 2, 0)
 
 
 class Listed(Compressor):
@@ -178,23 +179,25 @@ class Layout(Double):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("method", "message"),
     [
-        (Listed, "encode returned a list; a 1-D tensor or a tuple of 1-D tensors"),
-        (Double, r"mean returned torch.float64, shape \(4,\); float32, shape \(4,\), is expected"),
-        (Short, r"mean returned torch.float32, shape \(1,\); float32, shape \(4,\), is expected"),
-        (Layout, r"encode returned a payload of .*float32, 4.*; its layout declares .*int8, 4"),
+        (Listed, "encode returned a list"),
+        (Double, r"mean returned torch.float64, shape \(4,\); .*float32, shape \(4,\)"),
+        (Short, r"mean returned torch.float32, shape \(1,\); .*float32, shape \(4,\)"),
+        (Layout, r"encode returned .*float32, 4.*int8, 4"),
     ],
 )
-def test_authors_are_told_what_came_and_what_was_expected(simulated, clock, made, said):
+def test_errors_name_what_was_returned_and_what_is_expected(simulated, clock, method, message):
     clock.start_step()
-    exchange = Exchange(simulated(2), [Lane(made(), "allgather", 0, Segments.of([(4,)]))], 0, clock)
-    with pytest.raises(GcbenchError, match=rf"{made.__name__}.*: {said}"):
+    exchange = Exchange(
+        simulated(2), [Lane(method(), "allgather", 0, Segments.of([(4,)]))], 0, clock
+    )
+    with pytest.raises(GcbenchError, match=rf"{method.__name__}.*: {message}"):
         exchange.mean([torch.ones(4)] * 2, 0)
 
 
-def test_a_nan_that_a_method_made_is_the_methods(monkeypatch, tmp_path):
-    """And not the learning rate's; a gradient that is none is told as before."""
+def test_a_nan_of_a_method_is_attributed_to_it(monkeypatch, tmp_path):
+    """Not to the learning rate, as a non-finite gradient is."""
     from commands import invoke
 
     none = type(registry.compressor("none"))
@@ -208,7 +211,7 @@ def test_a_nan_that_a_method_made_is_the_methods(monkeypatch, tmp_path):
         patch.setattr(none, "mean", spoiled)
         done = invoke(*words)
     assert done.code == 1
-    assert "the mean that none made is not finite in layer x at step 0" in done.err
+    assert "the mean of none is not finite in layer x at step 0" in done.err
     assert "gcbench verify none" in done.err
     assert "--lr" not in done.err
     assert invoke(*words, "--force").code == 0

@@ -147,10 +147,10 @@ def test_a_download_shows_its_bytes_as_it_was_asked_to(
         again = invoke("data", "get", "mnist", "--progress", how)
         assert (again.out, again.err) == (done.out, ""), "nothing to download, nothing to show"
     assert set(outputs) == {f"{cache / 'mnist'}\n"}
-    found = [
+    result = [
         invoke("data", "get", "mnist", "--json", "--progress", h).json for h in ("none", "bar")
     ]
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 def test_cut_download_is_kept_and_continued(
@@ -158,7 +158,7 @@ def test_cut_download_is_kept_and_continued(
 ) -> None:
     publish(monkeypatch, server.url)
     server.files["a.gz"], server.cut = CONTENT, 100_000
-    with pytest.raises(GcbenchError, match=r"the connection broke\)\. Try again, it goes on where"):
+    with pytest.raises(GcbenchError, match=r"a\.gz .*connection lost"):
         data.get("mnist")
     part = cache / "mnist" / "a.gz.part"
     assert part.read_bytes() == CONTENT[: data.CHUNK], "whole chunks are kept"
@@ -184,7 +184,7 @@ def test_cut_without_a_stated_length_is_noticed(
 ) -> None:
     publish(monkeypatch, server.url)
     server.files["a.gz"], server.cut, server.length = CONTENT, 100_000, False
-    with pytest.raises(GcbenchError, match="the connection broke"):
+    with pytest.raises(GcbenchError, match="connection lost"):
         data.get("mnist")
     assert (cache / "mnist" / "a.gz.part").read_bytes() == CONTENT[:100_000]
 
@@ -252,7 +252,7 @@ def test_get_fills_a_named_folder_but_overwrites_nothing(
     assert data.get("mnist", tmp_path) == tmp_path / "mnist"
     assert data.find("mnist", tmp_path) == [tmp_path / "mnist" / "a.gz"]
     (tmp_path / "mnist" / "a.gz").write_bytes(b"mine")
-    with pytest.raises(GcbenchError, match=r"a\.gz is cut short: 4 of 262,144 bytes"):
+    with pytest.raises(GcbenchError, match=r"a\.gz .*4 of 262,144 bytes"):
         data.get("mnist", tmp_path)
     assert (tmp_path / "mnist" / "a.gz").read_bytes() == b"mine"
 
@@ -323,7 +323,7 @@ def test_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyP
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         publish(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}/")
-        with pytest.raises(GcbenchError, match=r"no answer within 0\.05 s"):
+        with pytest.raises(GcbenchError, match=r"within 0\.05 s"):
             data.get("mnist")
 
 
@@ -355,8 +355,8 @@ def test_archive_is_unpacked_safely(
     source = data.Source("set", files, (server.url,), archive)
     monkeypatch.setitem(data.SOURCES, "cifar10", source)
     assert [file.read_bytes() for file in data.find("cifar10")] == [b"1", b"22"]
-    kept = sorted(str(file.relative_to(cache.parent)) for file in cache.parent.rglob("*.*"))
-    assert [name for name in kept if not name.endswith(".lock")] == [
+    selected = sorted(str(file.relative_to(cache.parent)) for file in cache.parent.rglob("*.*"))
+    assert [name for name in selected if not name.endswith(".lock")] == [
         "cache/set/one.bin",
         "cache/set/two.bin",
     ]
@@ -366,11 +366,11 @@ def test_archive_is_unpacked_safely(
     ("content", "message"),
     [
         (None, "is missing. Download "),
-        (CONTENT[:-1], "is cut short: 262,143 of 262,144 bytes. Download "),
-        (CONTENT + b"?", "is too long: 262,145 bytes, 262,144 expected. Download "),
+        (CONTENT[:-1], "is truncated: 262,143 of 262,144 bytes. Download "),
+        (CONTENT + b"?", "is too long: 262,145 bytes, expected 262,144. Download "),
         (
             CONTENT[:-1] + b"?",
-            "has the wrong SHA-256: [0-9a-f]{64}, expected [0-9a-f]{64}. Download ",
+            "has SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}. Download ",
         ),
     ],
 )
@@ -423,13 +423,13 @@ def test_cifar_rows_are_label_then_red_green_blue_by_rows(tmp_path: Path) -> Non
 @pytest.mark.parametrize("size", [0, 3072, 3074])
 def test_cifar_file_that_is_cut_short(tmp_path: Path, size: int) -> None:
     (tmp_path / "batch.bin").write_bytes(b"\1" * size)
-    with pytest.raises(GcbenchError, match=f"{size:,} bytes are not rows of 3,073"):
+    with pytest.raises(GcbenchError, match=f"{size:,} bytes"):
         data.cifar_rows(tmp_path / "batch.bin")
 
 
 def test_cifar_label_out_of_range(tmp_path: Path) -> None:
     (tmp_path / "batch.bin").write_bytes(b"\x0a" + b"\0" * 3072)
-    with pytest.raises(GcbenchError, match="label 10, 0 to 9 are allowed"):
+    with pytest.raises(GcbenchError, match="label 10"):
         data.cifar_rows(tmp_path / "batch.bin")
 
 
@@ -452,16 +452,16 @@ def packed(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no gzip", "not a whole gzip file"),
-        (packed(HEAD + b"1234")[:-9], "not a whole gzip file"),
-        (packed(b""), "no idx file"),
-        (packed(b"\0\0\x0d\x01\0\0\0\4" + b"1234"), "no idx file of unsigned bytes"),
-        (packed(b"\0\0\x08\x02\0\0\0\4"), "no idx file"),
-        (packed(HEAD + b"123"), r"3 bytes behind the head, which says \[4\]: 4 expected"),
-        (packed(HEAD + b"12345"), r"5 bytes behind the head, which says \[4\]: 4 expected"),
+        (b"no gzip", "gzip"),
+        (packed(HEAD + b"1234")[:-9], "gzip"),
+        (packed(b""), "not an idx file"),
+        (packed(b"\0\0\x0d\x01\0\0\0\4" + b"1234"), "not an idx file"),
+        (packed(b"\0\0\x08\x02\0\0\0\4"), "not an idx file"),
+        (packed(HEAD + b"123"), r"3 bytes of data, expected 4 for shape \[4\]"),
+        (packed(HEAD + b"12345"), r"5 bytes of data, expected 4 for shape \[4\]"),
         (
             packed(b"\0\0\x08\x04" + b"\0\1\0\0" * 4),
-            "0 bytes behind the head, which says .*: 18,446,744,073,709,551,616 expected",
+            "0 bytes of data, expected 18,446,744,073,709,551,616",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A compressor in a user's file: what runs is what the file says, and so is what is told of it."""
+"""A compressor in a user's file: its current content runs, and results record its hash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def times(tmp_path, forget):
 
 
 def edit(path, factor: int) -> None:
-    """Write code of the same length at the same time, which byte code in a cache is told by."""
+    """Write code with the same size and mtime, the key of cached byte code."""
     path.write_text(TIMES.replace("x * 1", f"x * {factor}"))
     os.utime(path, (1e9, 1e9))
 
@@ -50,8 +50,8 @@ def factor(method) -> float:
 
 def sha256(path) -> str:
     """Return the digest that is published of a file: of its name and its bytes."""
-    own = hashlib.sha256(path.read_bytes()).digest()
-    return hashlib.sha256(f"{path.name}\0".encode() + own).hexdigest()
+    local = hashlib.sha256(path.read_bytes()).digest()
+    return hashlib.sha256(f"{path.name}\0".encode() + local).hexdigest()
 
 
 @pytest.mark.parametrize("word", ["file", "name"])
@@ -111,7 +111,7 @@ def test_an_edit_that_does_not_load_is_said(times):
 def test_a_warning_names_the_file_to_verify(times, monkeypatch):
     method = gcbench.get_compressor(str(times))
     monkeypatch.chdir(times.parent)
-    found = check.compare(0, "weight", torch.ones(300), -torch.ones(300), 32.0)
-    for made, word in ((method, "./times.py"), (gcbench.get_compressor("topk"), "topk")):
+    result = check.compare(0, "weight", torch.ones(300), -torch.ones(300), 32.0)
+    for created, word in ((method, "./times.py"), (gcbench.get_compressor("topk"), "topk")):
         with pytest.warns(UserWarning, match=f"gcbench verify {word}$"):
-            check.warn(made, check.Bounds(1.0), [found])
+            check.warn(created, check.Bounds(1.0), [result])

@@ -174,8 +174,8 @@ def test_their_method_task_and_sink_run_in_every_engine(site, third_party, tmp_p
     assert here["payload_bytes_up"] == there["payload_bytes_up"] == 20 * (2 + 8)
     assert here["test_loss"] < 1
     for summary, rank in ((here, None), (there, 0)):
-        (heard,) = tmp_path.glob(f"*-{summary['config_hash']}/lines/lines")
-        assert heard.read_text() == f"train 10 {rank}\ntrain 20 {rank}\neval 20 {rank}\n"
+        (received,) = tmp_path.glob(f"*-{summary['config_hash']}/lines/lines")
+        assert received.read_text() == f"train 10 {rank}\ntrain 20 {rank}\neval 20 {rank}\n"
 
 
 def test_their_memory_runs_resumes_and_finds_the_mean(site, third_party, tmp_path):
@@ -239,29 +239,29 @@ def test_lists_name_the_package(listed):
 
 
 def test_a_taken_name_stays_ours_and_is_said(listed):
-    rows, said = listed
+    rows, message = listed
     assert rows["terngrad"]["source"] == "built-in"
     assert rows["terngrad"]["fields"]["clip"] == 2.5
-    assert "'terngrad' of the package somebodys-methods is ignored" in said
-    assert "taken by built-in" in said
+    assert "'terngrad' of the package somebodys-methods is ignored" in message
+    assert "taken by built-in" in message
 
 
 def test_a_name_that_fits_no_folder_is_ignored(listed):
-    rows, said = listed
+    rows, message = listed
     assert "up/there" not in rows
-    assert "'up/there' of the package somebodys-methods is ignored: letters" in said
+    assert "'up/there' of the package somebodys-methods is ignored: letters" in message
 
 
 def test_what_is_broken_matters_only_when_asked_for(site, third_party, listed, tmp_path):
     third_party(site)
     rows, _ = listed
-    assert "'broken' of the package somebodys-methods does not load" in rows["broken"]["what"]
-    assert "is no subclass of gcbench's Compressor" in rows["number"]["what"]
+    assert "'broken' of the package somebodys-methods cannot be loaded" in rows["broken"]["what"]
+    assert "is not a subclass of gcbench's Compressor" in rows["number"]["what"]
     done = invoke("run", "--compressor", "broken", "--results", tmp_path)
     assert done.code == 1
-    said = done.err.splitlines()[-1]
-    assert said.startswith("gcbench: 'broken' of the package somebodys-methods does not load")
-    assert "ModuleNotFoundError" in said
+    message = done.err.splitlines()[-1]
+    assert message.startswith("gcbench: 'broken' of the package somebodys-methods does not load")
+    assert "ModuleNotFoundError" in message
 
 
 def test_replicas_that_really_drift_apart_are_found(site, third_party, tmp_path):
@@ -269,7 +269,7 @@ def test_replicas_that_really_drift_apart_are_found(site, third_party, tmp_path)
     words = ("--task", "theirs", "--compressor", "drifting", "--workers", 2)
     done = invoke("run", *words, "--engine", "spawn", "--results", tmp_path)
     assert done.code == 1
-    assert "replicas have drifted apart by step 20: worker(s) [1] differ from worker 0" in done.err
+    assert "replicas differ at step 20: worker(s) [1] differ from worker 0" in done.err
 
 
 def test_an_heir_has_a_name_of_its_own(site, third_party):

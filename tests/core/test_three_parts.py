@@ -202,13 +202,13 @@ def test_the_forms_of_claims_that_are_right():
     class Right(gcbench.Claims):
         unbiased = True
 
-    made = [
+    created = [
         type("A", (registry.compressor_class("none"),), {"claims": Right}),
         type("B", (registry.compressor_class("none"),), {"claims": property(Right)}),
     ]
     below = type("C", (registry.compressor_class("none"),), {})
     type("CClaims", (gcbench.Claims,), {"unbiased": True}, of=below)
-    for cls in (*made, below):
+    for cls in (*created, below):
         claims = cls().claims
         assert claims.unbiased
         assert not claims.contractive

@@ -59,13 +59,13 @@ def cases(n: int) -> Iterator[Call]:
                     "selection.random_positions", f"{cut} {ratio} {key}", (key, runs), DEVICE
                 )
             x = torch.randn(n, generator=torch.Generator().manual_seed(n))
-            kept = ops.selection.largest(ops.selection.magnitude_order(x), runs)
-            yield from wire(n, kept, runs, f"{cut} {ratio}")
-            yield Call("selection.gather", f"{cut} {ratio}", (x, kept))
-            some = x[kept].mul_(0.3)
-            yield Call("selection.scatter", f"{cut} {ratio}", (some, kept, n))
+            selected = ops.selection.largest(ops.selection.magnitude_order(x), runs)
+            yield from wire(n, selected, runs, f"{cut} {ratio}")
+            yield Call("selection.gather", f"{cut} {ratio}", (x, selected))
+            some = x[selected].mul_(0.3)
+            yield Call("selection.scatter", f"{cut} {ratio}", (some, selected, n))
             other = ops.selection.largest(ops.selection.magnitude_order(x.roll(3)), runs)
-            many = [(some, kept), (x[other], other), (-some, kept)]
+            many = [(some, selected), (x[other], other), (-some, selected)]
             yield Call("selection.scatter_mean", f"{cut} {ratio}", (many, n, 5))
             yield Call("selection.scatter_mean", f"{cut} {ratio} one", (many[:1], n, 1))
     first = Segments((0, n)).shard(n // 3, n)[0]
@@ -75,32 +75,36 @@ def cases(n: int) -> Iterator[Call]:
         (KEYS[0], ops.selection.kept_runs(first, 0.3)),
         DEVICE,
     )
-    yield Call("selection.scatter", "into", (some, kept, n), {"out": torch.full((n,), torch.nan)})
+    yield Call(
+        "selection.scatter", "into", (some, selected, n), {"out": torch.full((n,), torch.nan)}
+    )
 
 
 def long(n: int) -> Iterator[Call]:
     """Yield selections of one segment, long enough for several threads."""
     runs = [ops.selection.kept_runs(Segments((0, n)), ratio) for ratio in (1e-5, 0.01, 0.3, 0.97)]
     for what, x in (*values(n), *nonfinite(n), *misleading(n)):
-        for kept in runs:
-            yield Call("selection.largest_elements", f"{what} {kept}", (x, kept))
-    for kept in runs:
-        yield Call("selection.random_positions", f"{kept}", (WRAPPING, kept), DEVICE)
+        for selected in runs:
+            yield Call("selection.largest_elements", f"{what} {selected}", (x, selected))
+    for selected in runs:
+        yield Call("selection.random_positions", f"{selected}", (WRAPPING, selected), DEVICE)
 
 
-def wire(n: int, kept: Tensor, runs: Sequence[ops.selection.KeptRun], what: str) -> Iterator[Call]:
+def wire(
+    n: int, selected: Tensor, runs: Sequence[ops.selection.KeptRun], what: str
+) -> Iterator[Call]:
     """Yield both ways of each coding; unpacked also with bits that are wrong in different ways."""
     generator = torch.Generator().manual_seed(n)
     for coding in ("smallest", *ops.selection.POSITION_CODINGS):
-        parts = ops.selection.pack_positions(kept, n, coding)
-        yield Call("selection.pack_positions", f"{what} {coding}", (kept, n, coding))
+        parts = ops.selection.pack_positions(selected, n, coding)
+        yield Call("selection.pack_positions", f"{what} {coding}", (selected, n, coding))
         yield Call("selection.unpack_positions", f"{what} {coding}", (parts, n, coding, runs, "x"))
-        for part, own in enumerate(parts):
-            if not len(own):
+        for part, local in enumerate(parts):
+            if not len(local):
                 continue
             for trial in range(6):
-                bad = own.clone()
-                place = int(torch.randint(len(own), (), generator=generator))
+                bad = local.clone()
+                place = int(torch.randint(len(local), (), generator=generator))
                 if trial < 3:  # one bit
                     flip = 1 << int(torch.randint(31, (), generator=generator))
                     bad[place] ^= flip
@@ -109,22 +113,22 @@ def wire(n: int, kept: Tensor, runs: Sequence[ops.selection.KeptRun], what: str)
                 elif trial == 4:  # any bits
                     bad[place:] = -1
                 else:  # a bit is moved
-                    bad[place], bad[place - 1] = own[place - 1].clone(), own[place].clone()
+                    bad[place], bad[place - 1] = local[place - 1].clone(), local[place].clone()
                 broken = (*parts[:part], bad, *parts[part + 1 :])
                 name = f"{what} {coding} corrupt {part} {trial}"
                 yield Call("selection.unpack_positions", name, (broken, n, coding, runs, "x"))
     if rest := n % TILE:
         lanes = -(-rest // 32)
         if rest < 32 * lanes:  # the first of the bits after the last
-            (bad,) = ops.selection.pack_positions(kept, n, "bitmap")
+            (bad,) = ops.selection.pack_positions(selected, n, "bitmap")
             bad[rest % lanes - lanes] |= 1 << rest // lanes if rest // lanes < 31 else -(2**31)
             yield Call(
                 "selection.unpack_positions",
                 f"{what} a bit too many",
                 ([bad], n, "bitmap", runs, "x"),
             )
-    if len(kept):
+    if len(selected):
         shifted = [run._replace(start=run.start + 1) for run in runs]
-        parts = ops.selection.pack_positions(kept, n, "gaps")
-        name = f"{what} segments moved, {gaps_low_bits(n, len(kept))} low bits"
+        parts = ops.selection.pack_positions(selected, n, "gaps")
+        name = f"{what} segments moved, {gaps_low_bits(n, len(selected))} low bits"
         yield Call("selection.unpack_positions", name, (parts, n, "gaps", shifted, "x"))

@@ -164,14 +164,14 @@ def votes(n: int) -> Iterator[Call]:
         yield Call("sign.vote", f"counts {counts}", args, {"width": 1})
     for bits in (1, 2):
         words = payload(n, bits, 3)
-        for what, given in (
+        for what, settings in (
             ("", words),
             ("truncated", words[1:]),
             ("all bits", words | -1),
             ("a word of ones", broken(words)),
             *after_last(words, n, bits),
         ):
-            yield Call("sign.decode", f"{bits} {what}", (given, bits, n, "method"))
+            yield Call("sign.decode", f"{bits} {what}", (settings, bits, n, "method"))
 
 
 def after_last(words: Tensor, n: int, bits: int) -> Iterator[tuple[str, Tensor]]:

@@ -27,8 +27,8 @@ def sparse(n: int) -> Iterator[Call]:
     generator = torch.Generator().manual_seed(n + 1)
     spectra = []
     for share in (0.15, 0.9, 0.0, 1.0):
-        kept = (torch.rand(n, generator=generator) < share).nonzero().squeeze(1)
-        spectra.append((kept, torch.randn(len(kept), 2, generator=generator)))
+        selected = (torch.rand(n, generator=generator) < share).nonzero().squeeze(1)
+        spectra.append((selected, torch.randn(len(selected), 2, generator=generator)))
     for number in (1, 4):
         weights = [0.1 * (i + 1) for i in range(number)]
         yield Call("spectrum.mean", f"of {number}", (spectra[:number], weights, n))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, inputs, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
@@ -140,7 +140,7 @@ def test_bit_order_by_hand():
 
 
 @quick
-@given(
+@inputs(
     st.lists(st.integers(0, 63).flatmap(lambda n: st.tuples(st.integers(0, 2**n - 1), st.just(n))))
 )
 def test_write_codes_is_a_concatenation(pairs):
@@ -154,7 +154,7 @@ numbers = st.integers(0, 31).flatmap(lambda n: st.integers(max(1, 2**n - 2), 2**
 
 
 @quick
-@given(st.lists(numbers.filter(lambda k: k <= 2**31), max_size=80))
+@inputs(st.lists(numbers.filter(lambda k: k <= 2**31), max_size=80))
 def test_omega_round_trip(values):
     """Values around all powers of two up to 2^31: the words are the strings', and come back."""
     words = ops.bitstream.write_codes(
@@ -248,7 +248,7 @@ def test_the_largest_codes_alone(form, levels):
 @pytest.mark.parametrize("levels", [3, 20, 300])
 def test_codes_beyond_the_levels_are_refused(form, levels):
     for code in (-levels - 1, levels + 1, 2**31 - 1):
-        with pytest.raises(ValueError, match=f"-{levels} to {levels} allowed"):
+        with pytest.raises(ValueError, match=f"-{levels} to {levels}"):
             write(form, torch.tensor([0, code, 1]), levels)
 
 
@@ -258,7 +258,7 @@ def test_the_longest_codes_fill_the_room(form, monkeypatch):
     codes, rooms = torch.full((80_003,), -1, dtype=torch.int32), []
     wanted = write(form, codes, 1)
 
-    def guarded(given, dtype, numel, device):
+    def guarded(inputs, dtype, numel, device):
         rooms.append(torch.full((numel + 8,), 0x5A5A5A5A, dtype=torch.int32))
         return rooms[-1][:numel]
 
@@ -270,7 +270,7 @@ def test_the_longest_codes_fill_the_room(form, monkeypatch):
     for place in (0, 50_000, 80_002):
         wrong = codes.clone()
         wrong[place] = 2
-        with pytest.raises(ValueError, match="-1 to 1 allowed"):
+        with pytest.raises(ValueError, match="-1 to 1"):
             write(form, wrong, 1)
 
 
@@ -291,35 +291,35 @@ def test_distances_beyond_the_end_write_nothing_there(monkeypatch):
 @pytest.mark.parametrize("form", ["dense", "sparse"])
 def test_reading_leaves_the_words_alone(form):
     words = write(form, torch.tensor([0, -3, 1]), 3)
-    kept = words.clone()
+    selected = words.clone()
     read(form, words, 3, 3)
-    assert torch.equal(words, kept)
+    assert torch.equal(words, selected)
 
 
 @pytest.mark.parametrize(
     ("form", "n", "levels", "bits", "message"),
     [
-        ("dense", 40, 3, "0" * 32, "8 of 40 codes early"),
-        ("dense", 1, 3, "", "1 of 1 codes early"),
-        ("dense", 0, 3, "0", "end at bit 0"),
-        ("dense", 3, 3, "0" * 3 + "1", "not zero"),
-        ("dense", 3, 3, "0" * 34, "end at bit 3"),
+        ("dense", 40, 3, "0" * 32, "8 of 40 codes"),
+        ("dense", 1, 3, "", "1 of 1 codes"),
+        ("dense", 0, 3, "0", "to bit 0 "),
+        ("dense", 3, 3, "0" * 3 + "1", "nonzero"),
+        ("dense", 3, 3, "0" * 34, "to bit 3 "),
         ("dense", 3, 2, "00" + omega(4) + "0", "number up to 3"),
         ("dense", 3, 2, "1" * 96, "number up to 3"),
         ("dense", 11, 1, "0" * 10 + "1" * 22, "number up to 2"),
-        ("dense", 8, 1, "1000" * 7 + "0001" + "0", "64 bits.* end at bit 29"),
-        ("dense", 11, 1, "0" * 3 + "1001" * 7 + "1", "32 bits.* end at bit 35"),
-        ("sparse", 5, 3, "", "end at bit 1"),
+        ("dense", 8, 1, "1000" * 7 + "0001" + "0", "64 bits.* to bit 29 "),
+        ("dense", 11, 1, "0" * 3 + "1001" * 7 + "1", "32 bits.* to bit 35 "),
+        ("sparse", 5, 3, "", "to bit 1 "),
         ("sparse", 5, 3, omega(7), "number up to 6"),
         ("sparse", 5, 3, "1" * 32, "number up to 6"),
         ("sparse", 5, 3, omega(2) + omega(6) + "0" + omega(1), "number up to 5"),
         ("sparse", 5, 3, omega(3) + (omega(3) + "0" + omega(1)) * 2, "index 5 of 5"),
         ("sparse", 5, 3, omega(2) + omega(5) + "0" + omega(4), "number up to 3"),
-        ("sparse", 5, 3, omega(2) + omega(5) + "0" + omega(3) + "1", "not zero"),
-        ("sparse", 5, 3, "0" * 33, "end at bit 1"),
-        ("sparse", 5, 3, "0" * 9000, "end at bit 1"),
-        ("dense", 0, 3, "0" * 9000, "end at bit 0"),
-        ("sparse", 99, 3, omega(100), "codes early"),
+        ("sparse", 5, 3, omega(2) + omega(5) + "0" + omega(3) + "1", "nonzero"),
+        ("sparse", 5, 3, "0" * 33, "to bit 1 "),
+        ("sparse", 5, 3, "0" * 9000, "to bit 1 "),
+        ("dense", 0, 3, "0" * 9000, "to bit 0 "),
+        ("sparse", 99, 3, omega(100), "lacks"),
     ],
 )
 def test_corrupt_streams_are_refused(form, n, levels, bits, message):
@@ -343,7 +343,7 @@ def test_long_streams_tell_what_is_wrong_alike(form, levels, share, backend):
         flipped[place // 32] ^= 1 << (31 - place % 32)
         streams.append((flipped, n, levels))
 
-    def said(*stream):
+    def output(*stream):
         try:
             return read(form, *stream).tolist()
         except PayloadError as error:
@@ -351,17 +351,17 @@ def test_long_streams_tell_what_is_wrong_alike(form, levels, share, backend):
 
     for stream in streams:
         with ops.using("reference"):
-            wanted = said(*stream)
-        found = said(*stream)
+            wanted = output(*stream)
+        result = output(*stream)
         # The definition looks for the end of the stream before it looks at the numbers.
-        assert found == wanted or ("early" in wanted and "number up to" in found)
+        assert result == wanted or ("early" in wanted and "number up to" in result)
 
 
 @pytest.mark.parametrize("value", [2**31 + 1, 2**32 - 1, 2**32, 2**33 + 5, 2**63, 2**2000])
 def test_larger_numbers_are_refused(value):
     """Codes of more than 2^31, and of 33 digits and more, also behind other codes."""
     for before, count in (("", 0), ("0" * 20, 20), (omega(2**31), 1)):
-        with pytest.raises(PayloadError, match="no number up to 2147483648"):
+        with pytest.raises(PayloadError, match="2147483648"):
             ops.bitstream.omega_read(tensor(words_of(before + omega(value))), count + 1, 2**31)
 
 
@@ -369,7 +369,7 @@ def test_larger_numbers_are_refused(value):
 def test_the_longest_records_stay_inside():
     """A record of 87 bits leads beyond a chunk of 32 and what is looked at ahead of it."""
     bits = omega(6) + "000" * 2 + (omega(2**31) + "0") * 20
-    with pytest.raises(PayloadError, match="number up to 9"):
+    with pytest.raises(PayloadError, match="up to 9"):
         read("sparse", tensor(words_of(bits)), 9, 3)
 
 
@@ -387,7 +387,7 @@ word = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1, 1, 2*
 
 
 @quick
-@given(
+@inputs(
     st.sampled_from(["dense", "sparse"]),
     st.lists(word, max_size=6),
     st.integers(0, 60),
@@ -407,7 +407,7 @@ def test_any_words_are_refused_or_are_a_writers(form, words, n, levels):
 
 
 @quick
-@given(st.data())
+@inputs(st.data())
 def test_damaged_streams(data):
     """Flipped bits, cut and added words: refused, or the stream of other codes."""
     form = data.draw(st.sampled_from(["dense", "sparse"]))
@@ -418,7 +418,7 @@ def test_damaged_streams(data):
         words[bit // 32] ^= 1 << bit % 32
     words = words[: data.draw(st.integers(0, len(words)))] + data.draw(st.lists(word, max_size=2))
     try:
-        found = read(form, tensor(words), len(codes), 9)
+        result = read(form, tensor(words), len(codes), 9)
     except PayloadError:
         return
-    assert unsigned(write(form, found, 9)) == words
+    assert unsigned(write(form, result, 9)) == words

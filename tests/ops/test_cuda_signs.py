@@ -52,10 +52,12 @@ def test_results_may_lie_where_the_arguments_are(kind, cuda_device):  # noqa: F8
     x, residual = normal(MIXED.numel), normal(MIXED.numel, 1)
     *parts, lost = reference(f"{kind}_feedback", x, residual, MIXED, "method")
     for place in range(2):
-        given = [x.to(cuda_device, copy=True), residual.to(cuda_device, copy=True)]
-        got = getattr(ops.sign, f"{kind}_feedback")(*given, MIXED, "method", lost=given[place])
-        assert got[-1] is given[place]
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, (*parts, lost), strict=True))
+        settings = [x.to(cuda_device, copy=True), residual.to(cuda_device, copy=True)]
+        received = getattr(ops.sign, f"{kind}_feedback")(
+            *settings, MIXED, "method", lost=settings[place]
+        )
+        assert received[-1] is settings[place]
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(received, (*parts, lost), strict=True))
     total = x.to(cuda_device, copy=True)
     moved = [part.to(cuda_device) for part in parts]
     getattr(ops.sign, f"{kind}_decode")(*moved, MIXED, "method", total=total, count=3, out=total)
@@ -85,9 +87,9 @@ def test_means_that_are_not_finite_are_told(kind, cuda_device):  # noqa: F811
     for place in (1, 6000, 14_000):  # in a segment of one tile, of several, of many
         x = normal(MIXED.numel)
         x[place] = torch.inf
-        given = x.to(cuda_device), torch.zeros(MIXED.numel, device=cuda_device)
-        with pytest.raises(PayloadError, match="method: a payload's values are not finite"):
-            getattr(ops.sign, f"{kind}_feedback")(*given, MIXED, "method")
+        settings = x.to(cuda_device), torch.zeros(MIXED.numel, device=cuda_device)
+        with pytest.raises(PayloadError, match=r"method: .*not finite"):
+            getattr(ops.sign, f"{kind}_feedback")(*settings, MIXED, "method")
 
 
 @pytest.mark.parametrize("rule", [{"width": 1}, {"width": 1, "coin": Key(3, 5, 2)}, {"width": 2}])
@@ -105,26 +107,26 @@ def test_votes_of_more_ballots_than_a_launch_takes(
         ops.packing.pack((normal(n, i) > 0).int() * size, size) for i, size in enumerate(bits)
     ]
     wanted = reference("vote", ballots, (1,) * number, bits, n, "method", **rule)
-    given = [ballot.to(cuda_device) for ballot in ballots]
-    got = ops.sign.vote(given, (1,) * number, bits, n, "method", **rule)
-    assert torch.equal(got.cpu(), wanted)
+    settings = [ballot.to(cuda_device) for ballot in ballots]
+    received = ops.sign.vote(settings, (1,) * number, bits, n, "method", **rule)
+    assert torch.equal(received.cpu(), wanted)
 
 
 def test_a_bit_after_the_last_is_seen_in_every_ballot(cuda_device):  # noqa: F811
     for place in range(3):
         ballots = [ops.sign.pack(normal(1030, i)) for i in range(3)]
         ballots[place][-1] |= 1 << 6
-        given = [ballot.to(cuda_device) for ballot in ballots]
+        settings = [ballot.to(cuda_device) for ballot in ballots]
         with pytest.raises(PayloadError, match="method: a bit is set after the last code"):
-            ops.sign.vote(given, (1,) * 3, (1,) * 3, 1030, "method", width=1)
+            ops.sign.vote(settings, (1,) * 3, (1,) * 3, 1030, "method", width=1)
 
 
 def test_sums_of_more_than_a_tile_of_tiles(cuda_device):  # noqa: F811
     segments = Segments((0, 77, TILE * (TILE + 3)))
     x = normal(segments.numel)
-    got = ops.sign.class_encode(x.to(cuda_device), segments)
+    received = ops.sign.class_encode(x.to(cuda_device), segments)
     wanted = reference("class_encode", x, segments)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, wanted, strict=True))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(received, wanted, strict=True))
 
 
 def test_an_output_of_another_shape_is_refused(cuda_device):  # noqa: F811

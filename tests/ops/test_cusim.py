@@ -28,10 +28,10 @@ def run(built, request):
 
 
 def test_collectives_are_found_in_the_text():
-    found = cusim.kernels(cusim.HEADER.with_name("selftest.cu"))
+    result = cusim.kernels(cusim.HEADER.with_name("selftest.cu"))
     plain = {"index", "arguments", "atomics", "bits", "floats", "trap", "made_one", "made_two"}
-    assert {name for name, collective in found.items() if not collective} == plain
-    assert {name for name, collective in found.items() if collective} == {
+    assert {name for name, collective in result.items() if not collective} == plain
+    assert {name for name, collective in result.items() if collective} == {
         "sums", "reversed", "reversed_without_barrier", "garbage", "shuffles", "votes", "partial",
         "deadlock", "wrong_mask",
     }  # fmt: skip
@@ -48,8 +48,8 @@ def test_arguments_arrive_with_their_types(run):
         _fields_ = (("small", ctypes.c_int8), ("wide", f64), ("last", i32))
 
     out = torch.zeros(10, dtype=torch.float64)
-    given = (i32(-7), i64(-(2**40)), u32(2**32 - 1), u64(2**52), f32(0.5), f64(0.1))
-    run("arguments", 1, 1, (out, *given, Mixed(-3, 2.5, 9), None))
+    settings = (i32(-7), i64(-(2**40)), u32(2**32 - 1), u64(2**52), f32(0.5), f64(0.1))
+    run("arguments", 1, 1, (out, *settings, Mixed(-3, 2.5, 9), None))
     assert out.tolist() == [-7, -(2**40), 2**32 - 1, 2**52, 0.5, 0.1, -3, 2.5, 9, 1]
 
 
@@ -119,16 +119,16 @@ def test_votes(run):
     x[:32] %= 7
     out = torch.zeros(5, 64, dtype=torch.int64).int()
     run("votes", 1, 64, (x, out))
-    got = out.numpy().astype(np.int64) & 0xFFFFFFFF
+    received = out.numpy().astype(np.int64) & 0xFFFFFFFF
     for warp in (0, 1):
         part = x[32 * warp : 32 * warp + 32].tolist()
         here = slice(32 * warp, 32 * warp + 32)
-        assert set(got[0, here]) == {sum((v & 1) << i for i, v in enumerate(part))}
-        assert set(got[1, here]) == {(7 in part) | all(v < 32 for v in part) << 1}
+        assert set(received[0, here]) == {sum((v & 1) << i for i, v in enumerate(part))}
+        assert set(received[1, here]) == {(7 in part) | all(v < 32 for v in part) << 1}
         same = [sum((w % 3 == v % 3) << i for i, w in enumerate(part)) for v in part]
-        assert got[2, here].tolist() == same
-    assert set(got[3]) == {int((x & 1).sum())}
-    assert set(got[4]) == {2}
+        assert received[2, here].tolist() == same
+    assert set(received[3]) == {int((x & 1).sum())}
+    assert set(received[4]) == {2}
 
 
 def test_lanes_that_have_ended_are_not_waited_for(run):
@@ -159,13 +159,13 @@ def test_integer_intrinsics(run):
     x[:4] = 0, 1, 2**31, 2**32 - 1
     out = torch.zeros(9, n, dtype=torch.int32)
     run("bits", 1, n, (torch.from_numpy(x.view(np.int32)), out, i32(n)))
-    got = out.numpy().view(np.uint32)
+    received = out.numpy().view(np.uint32)
     for i, v in enumerate(int(value) for value in x):
         inverse, shift, text = v ^ 0xFFFFFFFF, i & 31, f"{v:032b}"
         both = inverse << 32 | v
         byte = [both >> 8 * k & 255 for k in range(8)]
         signed = v - 2**32 if v >> 31 else v
-        assert got[:, i].tolist() == [
+        assert received[:, i].tolist() == [
             text.count("1"),
             text[::-1].find("1") + 1,
             text.find("1") % 33 if v else 32,
@@ -195,8 +195,8 @@ def test_float_intrinsics(run):
             np.fmin(x, y),
         ]
     np.testing.assert_allclose(out[0].numpy(), wanted[0], rtol=2.0**-23)
-    for got, want in zip(out[1:].numpy(), wanted[1:], strict=True):
-        np.testing.assert_array_equal(got, want)
+    for received, want in zip(out[1:].numpy(), wanted[1:], strict=True):
+        np.testing.assert_array_equal(received, want)
     assert whole[0, :6].tolist() == [0, 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 2]
     assert whole[0, 6:].tolist() == np.rint(x[6:]).astype(int).tolist()
     assert np.array_equal(whole[1].numpy(), y.view(np.int32))

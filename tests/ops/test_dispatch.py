@@ -1,4 +1,4 @@
-"""Operations: what they check before a kernel trusts it, how rows reach C, when faults are told."""
+"""Operations: checks before a kernel runs, arguments of C functions, and error flags."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def function(name: str) -> native.Function:
 
 @needs_native
 def test_all_functions_of_the_sources_are_there():
-    found = set()
+    result = set()
     for path in sources.kernel_sources().glob("*.cpp"):
-        found |= set(re.findall(r"^GC_API .*?(gc_\w+)\(", path.read_text(), re.MULTILINE))
-    assert set(native.library.functions) == found - OF_THE_LOADER
-    assert len(found) > 40
+        result |= set(re.findall(r"^GC_API .*?(gc_\w+)\(", path.read_text(), re.MULTILINE))
+    assert set(native.library.functions) == result - OF_THE_LOADER
+    assert len(result) > 40
 
 
 @needs_native
@@ -48,7 +48,9 @@ def test_a_row_has_an_argument_for_each_of_its_function(operation):
     name, *words = native.ROWS[operation].split()
     assert operation in dispatch.OPERATIONS
     assert len(words) + 3 * words.count("key") == len(function(name).kinds)
-    assert all(known in native._CTYPES or known[0] == "*" for known in function(name).kinds)
+    assert all(
+        expected in native._CTYPES or expected[0] == "*" for expected in function(name).kinds
+    )
 
 
 @needs_native
@@ -138,32 +140,37 @@ SIZE_IS_FREE = {
 
 def samples() -> list[Call]:
     """Return two calls of each public operation that return something."""
-    found: dict[str, list[Call]] = {}
+    result: dict[str, list[Call]] = {}
     with ops.using("reference"):
         for family in kernel_cases.families().values():
             for call in family.cases(1025):
-                known = found.setdefault(call.op, [])
-                if len(known) < 2 and any(True for _ in changed(call.args, torch.clone)):
+                expected = result.setdefault(call.op, [])
+                if len(expected) < 2 and any(True for _ in changed(call.args, torch.clone)):
                     try:
                         attrgetter(call.op)(ops)(*call.args, **call.kwargs)
                     except GcbenchError:
                         continue
-                    known.append(call)
-    return [call for calls in found.values() for call in calls]
+                    expected.append(call)
+    return [call for calls in result.values() for call in calls]
 
 
 SAMPLES = samples()
 
 
+def wrong_in(call: Call, way: str) -> bool:
+    """Return whether a tensor changed this way makes the call invalid."""
+    if way in ("longer", "shorter"):
+        return call.op not in SIZE_IS_FREE
+    return way != "elsewhere" or sum(1 for _ in changed(call.args, torch.clone)) > 1
+
+
 @needs_native
-@pytest.mark.parametrize("way", WRONG)
-@pytest.mark.parametrize("call", SAMPLES, ids=str)
-def test_what_a_kernel_takes_on_trust_is_checked_before(call, way):
+@pytest.mark.parametrize(
+    ("call", "way"),
+    [pytest.param(c, w, id=f"{c}-{w}") for c in SAMPLES for w in WRONG if wrong_in(c, w)],
+)
+def test_arguments_are_checked_before_a_kernel_runs(call, way):
     """Another dtype or length would be read, or written, outside of a buffer."""
-    if way in ("longer", "shorter") and call.op in SIZE_IS_FREE:
-        pytest.skip("nothing else says how long its tensors are")
-    if way == "elsewhere" and sum(1 for _ in changed(call.args, torch.clone)) == 1:
-        pytest.skip("its only tensor says where it runs")
     with ops.using("cpu"):
         for args in changed(call.args, WRONG[way]):
             with pytest.raises((ValueError, PayloadError)):
@@ -196,9 +203,9 @@ def test_how_a_tensor_lies_changes_nothing(call, way):
     with ops.using("cpu"):
         wanted = run(*call.args, **call.kwargs)
         for args in changed(call.args, LAID_OUT[way]):
-            found = run(*args, **call.kwargs)
+            result = run(*args, **call.kwargs)
             pairs = zip(
-                *([x] if isinstance(x, Tensor) else x for x in (found, wanted)), strict=True
+                *([x] if isinstance(x, Tensor) else x for x in (result, wanted)), strict=True
             )
             for one, other in pairs:
                 assert one is other is None or bool(
@@ -222,22 +229,22 @@ def test_how_a_tensor_lies_changes_nothing(call, way):
     ],
 )
 def test_no_payloads_are_refused(call):
-    with pytest.raises(ValueError, match="no payloads: one at least expected"):
+    with pytest.raises(ValueError, match="payload"):
         call()
 
 
 def test_votes_have_a_count_and_bits_each():
     words = [ops.sign.pack(torch.ones(50))] * 3
     for numbers, bits in (([1] * 2, [1] * 3), ([1] * 3, [1] * 2), ([1] * 4, [1] * 3)):
-        with pytest.raises(ValueError, match="as many each expected"):
+        with pytest.raises(ValueError, match="counts"):
             ops.sign.vote(words, numbers, bits, 50, "", width=1)
 
 
 def test_a_part_of_a_payload_has_one_dimension():
-    """Of what is no part, other shapes of as many elements are taken, as they lie alike."""
+    """Other tensors may have any shape with the same number of elements."""
     table = torch.zeros(2, 4)
     assert dispatch.vector(table, torch.float32, 8) is table
-    with pytest.raises(PayloadError, match=r"scales: .* of shape \(2, 4\) .*; 8 torch.float32 ex"):
+    with pytest.raises(PayloadError, match=r"scales: .* of shape \(2, 4\)"):
         dispatch.part(table, torch.float32, 8, "scales")
 
 
@@ -257,7 +264,7 @@ def test_faults_are_told_together(shim):  # noqa: F811
                 ran.append(True)
         with pytest.raises(PayloadError, match="scale"):
             ops.int8.decode(good, bad_scale, segments)
-        with ops.faults_together():  # nothing is left of what was told
+        with ops.faults_together():  # no error remains
             ops.int8.decode(good, scale, segments)
     assert ran
 
@@ -276,9 +283,9 @@ def test_an_error_inside_is_told_before_flags(shim):  # noqa: F811
 def test_an_operation_is_defined_once():
     def _thing() -> None: ...
 
-    made = dispatch.operation()(_thing)
+    created = dispatch.operation()(_thing)
     try:
         with pytest.raises(ValueError, match=r"operation test_dispatch\.thing is defined twice"):
             dispatch.operation()(_thing)
     finally:
-        del dispatch.OPERATIONS[made.name]
+        del dispatch.OPERATIONS[created.name]

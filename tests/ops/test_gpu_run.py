@@ -50,10 +50,10 @@ def test_one_run_writes_all(tmp_path, capsys):
 def test_wrong_bytes_are_an_error(tmp_path, monkeypatch, capsys):
     right = native.KERNELS["fp8.decode"]
 
-    def wrong(**given):
-        found = right(**given)
-        given["out"][:1] += 1
-        return found
+    def wrong(**settings):
+        result = right(**settings)
+        settings["out"][:1] += 1
+        return result
 
     monkeypatch.setitem(native.KERNELS, "fp8.decode", wrong)
     status, report = run(tmp_path)

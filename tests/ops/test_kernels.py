@@ -86,29 +86,41 @@ def test_the_definition_is_met(defined):
     for isa, number in product(native.isas(), numbers):
         with ops.using("cpu"), native.using_isa(isa):
             for call, want in calls:
-                got = outcome(call, number)
-                assert got == want, f"{call}: {isa}, {number} thread(s), n = {size}"
+                received = outcome(call, number)
+                assert received == want, f"{call}: {isa}, {number} thread(s), n = {size}"
 
 
 def some(calls: list[tuple[Call, Any]], every: int) -> list[tuple[Call, Any]]:
     """Return each operation's first call and then one of `every`."""
     seen: Counter[str] = Counter()
-    kept = []
+    selected = []
     for call, want in calls:
         if seen[call.op] % every == 0:
-            kept.append((call, want))
+            selected.append((call, want))
         seen[call.op] += 1
-    return kept
+    return selected
 
 
+def on_cuda(family: str) -> bool:
+    """Return whether an operation of these cases has CUDA kernels."""
+    families = {name.partition(".")[0] for name in cuda.KERNELS}
+    with ops.using("reference"):
+        return any(call.op.partition(".")[0] in families for call in FAMILIES[family].cases(33))
+
+
+@pytest.mark.parametrize(
+    "defined",
+    [(family, size) for family in FAMILIES if on_cuda(family) for size in kernel_cases.SIZES],
+    indirect=True,
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def test_cuda_returns_the_same_bytes(defined, cuda_device):  # noqa: F811
     size, calls = defined
     families = {name.partition(".")[0] for name in cuda.KERNELS}
     calls = [(call, want) for call, want in calls if call.op.partition(".")[0] in families]
     if cuda_device.type == "cpu" and size > 2000:
         calls = some(calls, 15)  # the shim is slow; smaller sizes have made all the calls
-    if not calls:
-        pytest.skip("no CUDA kernels yet")
+    assert calls
     for call, want in calls:
         assert returned(call, cuda_device) == want, f"{call}: n = {size}"
 
@@ -139,9 +151,9 @@ def large(n: int) -> Iterator[Call]:
         yield Call("int8.decode", name, (*coded, segments))
         yield Call("int8.mean", name, ([(*coded, 1), (*coded, 2)], segments))
         runs = ops.selection.kept_runs(segments, 0.01)
-        places, kept = ops.selection.largest_elements(x, runs)
-        yield Call("selection.scatter", name, (kept, places, n))
-        yield Call("selection.scatter_mean", name, ([(kept, places)] * 2, n, 2))
+        places, selected = ops.selection.largest_elements(x, runs)
+        yield Call("selection.scatter", name, (selected, places, n))
+        yield Call("selection.scatter_mean", name, ([(selected, places)] * 2, n, 2))
     for dtype in (torch.float16, torch.bfloat16):
         yield Call("half.encode", f"{dtype}", (x, dtype))
         yield Call("half.mean", f"{dtype}", ([(x.to(dtype), 1), (x.flip(0).to(dtype), 2)], "x"))
@@ -159,8 +171,8 @@ def large(n: int) -> Iterator[Call]:
     for inverse in (False, True):
         h = len(spectra) - inverse
         yield Call("transform.fold", "", (spectra, turns(2 * h), 0.3), {"inverse": inverse})
-    kept = torch.arange(0, n, 7)
-    sparse = [(kept, x[: 2 * len(kept)].view(-1, 2))] * 2
+    selected = torch.arange(0, n, 7)
+    sparse = [(selected, x[: 2 * len(selected)].view(-1, 2))] * 2
     yield Call("spectrum.mean", "", (sparse, [0.5, 0.3], n))
     for name, edges in (("model", (0, n)), ("unaligned", (0, 6, 2**21 + 10, n // 2 * 2))):
         segments = Segments(edges)
@@ -193,7 +205,7 @@ def test_the_default_dtype_does_not_matter(family):
 
 
 def takes_output(call: kernel_cases.Call) -> bool:
-    """Tell whether an operation writes where it is told, and is not told yet."""
+    """Return whether an operation has an output argument that the call does not use."""
     takes = "out" in inspect.signature(attrgetter(call.op)(ops)).parameters
     return takes and "out" not in call.kwargs
 
@@ -225,11 +237,11 @@ def test_an_output_buffer_is_filled(family, backend):
             many = several(call)
             parts = whole[: 1 if not many else -1 if call.op.endswith("_feedback") else None]
             buffers = [spoiled(part) for part in parts]
-            given = run(out=buffers if many else buffers[0])
-            filled = [given] if isinstance(given, Tensor) else list(given)
+            settings = run(out=buffers if many else buffers[0])
+            filled = [settings] if isinstance(settings, Tensor) else list(settings)
             for buffer, part in zip(buffers, filled, strict=False):
                 assert part.data_ptr() == buffer.data_ptr(), call
-            assert bits(given) == bits(fresh), call
+            assert bits(settings) == bits(fresh), call
             longer = buffers[0].new_empty(buffers[0].numel() + 1)
             with pytest.raises(ValueError, match="expected"):
                 run(out=[longer, *buffers[1:]] if many else longer)
@@ -251,8 +263,8 @@ def test_large_outputs_are_the_same():
         assert not isinstance(want, type), f"{call} raises {want}"
         for isa, number in product(native.isas(), (1, 2)):
             with ops.using("cpu"), native.using_isa(isa):
-                got = outcome(call, number)
-                assert got == want, f"{call}: {isa}, {number} thread(s)"
+                received = outcome(call, number)
+                assert received == want, f"{call}: {isa}, {number} thread(s)"
         if takes_output(call) and not several(call):
             with ops.using("cpu"):
                 assert outcome(off_the_line(call), 2) == want, call
@@ -274,21 +286,21 @@ def test_threads_select_the_same():
 @pytest.mark.parametrize("number", [1, 2])
 def test_positions_increase_where_threads_meet(number):
     n, total = 70_007, 10_500
-    kept, runs, low = (
+    selected, runs, low = (
         torch.arange(total),
         [ops.selection.KeptRun(0, 1, n, total)],
         gaps_low_bits(n, total),
     )
-    _, high = ops.selection.pack_positions(kept, n, "gaps")
+    _, high = ops.selection.pack_positions(selected, n, "gaps")
     with ops.using("cpu"), threads(number):
         for last in range(TILE - 1, total - 1, TILE):  # one of them is a thread's last
-            codes, twice = torch.zeros(total, dtype=torch.int32), kept.clone()
+            codes, twice = torch.zeros(total, dtype=torch.int32), selected.clone()
             codes[last], twice[last + 1] = 1, last
-            with pytest.raises(PayloadError, match="positions must increase"):
+            with pytest.raises(PayloadError, match="positions"):
                 ops.selection.unpack_positions(
                     (ops.packing.pack(codes, low), high), n, "gaps", runs, "x"
                 )
-            with pytest.raises(IndexError, match="positions do not increase"):
+            with pytest.raises(IndexError, match="positions"):
                 ops.selection.pack_positions(twice, n, "bitmap")
 
 
@@ -318,10 +330,10 @@ def test_without_memory_a_kernel_raises(name, arguments, number):
         "tiles": [0, HUGE],  # where a segment begins and ends, or how many tiles lie before
         "run": [0, 1, 2**50, 2**49],
     }
-    given = [tables[x] if isinstance(x, str) else x for x in arguments]
+    settings = [tables[x] if isinstance(x, str) else x for x in arguments]
     for isa in native.isas():
         with native.using_isa(isa), pytest.raises(MemoryError, match=f"{name} cannot allocate"):
-            native.library.functions[name](*given, number)
+            native.library.functions[name](*settings, number)
 
 
 def test_every_kernel_has_an_operation_and_inputs(monkeypatch):
@@ -344,7 +356,7 @@ def test_every_kernel_has_an_operation_and_inputs(monkeypatch):
 @needs_native
 def test_a_library_of_other_sources_is_refused(monkeypatch):
     monkeypatch.setattr(sources, "digest", lambda *suffixes: "another")
-    with pytest.raises(native.Missing, match="built from other sources than these; pip install"):
+    with pytest.raises(native.Missing, match="pip install"):
         native.isas()
 
 
@@ -353,5 +365,5 @@ def test_an_instruction_set_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("GCBENCH_ISA", "baseline")
     assert native.best() == "baseline"
     monkeypatch.setenv("GCBENCH_ISA", "avx1024")
-    with pytest.raises(native.Missing, match="GCBENCH_ISA=avx1024: this machine has baseline"):
+    with pytest.raises(native.Missing, match=r"GCBENCH_ISA=avx1024.*baseline"):
         native.best()

@@ -20,42 +20,42 @@ def segments_of(name: str) -> Segments:
 
 
 def payloads(name: str, counts: tuple[int, ...]) -> list[Payload]:
-    made, segments = [], segments_of(name)
+    created, segments = [], segments_of(name)
     for rank, count in enumerate(counts):
         x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(rank))
         x *= 2.0 ** torch.arange(segments.numel).remainder(40).sub(20)
         payload = codec.encode(
             gcbench.get_compressor(name), x, Context(segments, NOTHING, Key(1, 2, rank))
         )
-        made.append(payload._replace(count=count))
-    return made
+        created.append(payload._replace(count=count))
+    return created
 
 
 @pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (3, 1, 2, 1), (1,) * 8])
 @pytest.mark.parametrize("name", METHODS)
 def test_they_are_added_in_the_order_of_ranks(name, counts):
-    method, given = gcbench.get_compressor(name), payloads(name, counts)
-    kept = [payload.to_bytes().clone() for payload in given]
-    mean = codec.mean(method, given, Context(segments_of(name), NOTHING))
+    method, settings = gcbench.get_compressor(name), payloads(name, counts)
+    selected = [payload.to_bytes().clone() for payload in settings]
+    mean = codec.mean(method, settings, Context(segments_of(name), NOTHING))
     assert type(method).mean is not Compressor.mean
-    assert torch.equal(mean, Compressor.mean(method, given, Context(segments_of(name))))
-    assert all(torch.equal(a.to_bytes(), b) for a, b in zip(given, kept, strict=True))
+    assert torch.equal(mean, Compressor.mean(method, settings, Context(segments_of(name))))
+    assert all(torch.equal(a.to_bytes(), b) for a, b in zip(settings, selected, strict=True))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_payload_is_checked(name):
-    method, given = gcbench.get_compressor(name), payloads(name, (1, 1, 1))
+    method, settings = gcbench.get_compressor(name), payloads(name, (1, 1, 1))
     for place in range(3):
-        part, *rest = given[place].parts
+        part, *rest = settings[place].parts
         for wrong in (
             Payload((part[1:], *rest)),
             Payload((part, part, part)),
-            given[place]._replace(count=0),
+            settings[place]._replace(count=0),
         ):
             with pytest.raises(PayloadError, match=f"^{name}: payload "):
                 codec.mean(
                     method,
-                    [*given[:place], wrong, *given[place + 1 :]],
+                    [*settings[:place], wrong, *settings[place + 1 :]],
                     Context(segments_of(name), NOTHING),
                 )
 
@@ -74,8 +74,8 @@ def test_each_payload_is_checked(name):
 def test_a_value_that_no_encoder_sends_is_refused(name, value):
     """As the first code of one payload: infinity, -0 of natural compression, -128, level 8 of 7."""
     for place in range(3):
-        given = payloads(name, (1, 1, 1))
-        part = given[place].parts[0]
+        settings = payloads(name, (1, 1, 1))
+        part = settings[place].parts[0]
         if name == "int8":
             part[0] = value
         elif name == "natural":
@@ -85,15 +85,15 @@ def test_a_value_that_no_encoder_sends_is_refused(name, value):
         else:
             part.view(torch.int16)[0] = value
         with pytest.raises(PayloadError, match=f"^{name}: (a|code) "):
-            codec.mean(gcbench.get_compressor(name), given, Context(segments_of(name), NOTHING))
+            codec.mean(gcbench.get_compressor(name), settings, Context(segments_of(name), NOTHING))
 
 
 def test_sums_of_finite_values_may_overflow():
     """As in the steps: the largest bfloat16 twice is infinite, and no payload is wrong."""
     method, segments = gcbench.get_compressor("bf16"), segments_of("bf16")
     x = torch.full((segments.numel,), 3.3e38)
-    given = [codec.encode(method, x, Context(segments, NOTHING, Key(1, 2, 3)))] * 2
-    assert codec.mean(method, given, Context(segments, NOTHING)).isinf().all()
+    settings = [codec.encode(method, x, Context(segments, NOTHING, Key(1, 2, 3)))] * 2
+    assert codec.mean(method, settings, Context(segments, NOTHING)).isinf().all()
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,19 @@ def test_sums_of_finite_values_may_overflow():
 def test_qsgd_adds_all_its_codings(fields):
     method = gcbench.get_compressor("qsgd", **fields)
     segments = Segments.of(SHAPES, method.granularity)
-    given = []
+    settings = []
     for rank, count in enumerate((3, 1, 2)):
         x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(rank))
         payload = codec.encode(method, x, Context(segments, NOTHING, Key(1, 2, rank)))
-        given.append(payload._replace(count=count))
-    mean = codec.mean(method, given, Context(segments, NOTHING))
-    assert torch.equal(mean, Compressor.mean(method, given, Context(segments)))
+        settings.append(payload._replace(count=count))
+    mean = codec.mean(method, settings, Context(segments, NOTHING))
+    assert torch.equal(mean, Compressor.mean(method, settings, Context(segments)))
     for place in range(3):
-        part, norms = given[place].parts
-        wrong = Payload((part, norms[1:]), given[place].count)
+        part, norms = settings[place].parts
+        wrong = Payload((part, norms[1:]), settings[place].count)
         with pytest.raises(PayloadError, match=r"^qsgd: "):
             codec.mean(
-                method, [*given[:place], wrong, *given[place + 1 :]], Context(segments, NOTHING)
+                method,
+                [*settings[:place], wrong, *settings[place + 1 :]],
+                Context(segments, NOTHING),
             )

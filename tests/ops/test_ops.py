@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import options, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
@@ -110,7 +110,7 @@ def test_normal_moments():
 
 def test_key_out_of_range_is_refused():
     for key in (Key(0, 2**32, 0), Key(0, 0, 2**24), Key(0, 0, 0, 0, 256), Key(0, -1, 0)):
-        with pytest.raises(ValueError, match="allowed"):
+        with pytest.raises(ValueError, match=r"2\^32"):
             ops.random.draws24(key, 4)
 
 
@@ -132,7 +132,7 @@ def test_the_extreme_draws_of_a_ternary_code(backend, draw, offset, hit, missed)
             assert ops.ternary.mean([(words, 1)], scale, one).tolist() == [code]
 
 
-@given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 2**31))
+@options(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_pack_round_trip(bits, n, seed):
     codes = torch.randint(0, 1 << bits, (n,), generator=torch.Generator().manual_seed(seed))
@@ -171,7 +171,7 @@ def test_unpack_refuses_other_lengths():
     for bad in (words[:-1], torch.cat([words, words[:1]]), words.long(), words.float()):
         with pytest.raises(PayloadError, match="expected"):
             ops.packing.unpack(bad, 3, 100)
-    with pytest.raises(ValueError, match="17 bits a code: 1 to 16 allowed"):
+    with pytest.raises(ValueError, match="17 bits per code"):
         ops.packing.pack(words, 17)
 
 
@@ -241,7 +241,7 @@ def test_segments_of_shapes():
     assert Segments.of([(4, 3), (5,)], "column").offsets == (0, 3, 6, 9, 12, 17)
     assert Segments.of([(4, 3), (5,)], 5).offsets == (0, 5, 10, 12, 17)
     for bad in ("row", 0, -3):
-        with pytest.raises(UsageError, match="allowed are"):
+        with pytest.raises(UsageError, match="granularity"):
             Segments.of([(4, 3)], bad)
 
 
@@ -267,22 +267,22 @@ def test_segments_shard_by_brute_force():
                 continue
             inside = [i for i, (a, b) in enumerate(pairs) if a < stop and b > start]
             assert list(which) == inside
-            kept = [min(pairs[i][1], stop) - max(pairs[i][0], start) for i in inside]
-            assert list(shard.lengths) == kept
+            selected = [min(pairs[i][1], stop) - max(pairs[i][0], start) for i in inside]
+            assert list(shard.lengths) == selected
 
 
 def test_the_chosen_backend_serves_where_it_can(monkeypatch):
     """Kernels serve tensors of their device, by name, and only inside their with statement."""
     monkeypatch.setattr(native, "status", lambda: (True, ""))
     taken = []
-    monkeypatch.setattr(native, "KERNELS", {"sign.pack": lambda **given: taken.append(given)})
+    monkeypatch.setattr(native, "KERNELS", {"sign.pack": lambda **options: taken.append(options)})
     x = torch.tensor([1.0, -1.0, 0.0])
     with ops.using("reference"):
         words = ops.sign.pack(x)
         assert words.tolist() == [0b101]
         with ops.using("cpu"):
             out = ops.sign.pack(x, bits=2)
-            assert [(given["bits"], given["out"] is out) for given in taken] == [(2, True)]
+            assert [(options["bits"], options["out"] is out) for options in taken] == [(2, True)]
             assert ops.sign.pack(x.to("meta")).device.type == "meta"
             assert ops.sign.decode(words, 1, 3, "").tolist() == [1, -1, 1]  # there is no kernel
             with ops.using("reference"):

@@ -232,9 +232,9 @@ def test_groups_do_not_see_each_other():
     codes = ops.rangefloat.encode(x, grids[:, None], 10, 5)
     back = ops.rangefloat.decode(codes, grids[:, None], 10, 5)
     for row in range(7):
-        grid, own = there_and_back(x[row], 10, 5)
+        grid, local = there_and_back(x[row], 10, 5)
         assert int(grid) == int(grids[row])
-        assert torch.equal(own, back[row])
+        assert torch.equal(local, back[row])
     assert int(codes.amin()) >= 0
     assert int(codes.amax()) < 1024
 
@@ -313,7 +313,7 @@ def test_it_beats_uniform_codes_for_heavy_tails_only():
     bins = torch.view_as_real(torch.fft.rfft(gauss, norm="ortho"))
     energy = bins.square().sum(1)
     limit = energy.kthvalue(round(0.85 * len(energy))).values
-    kept = bins[energy > limit].view(-1)
+    selected = bins[energy > limit].view(-1)
     limit = gauss.abs().kthvalue(round(0.85 * n)).values
     largest = gauss[gauss.abs() > limit]
     rows = [
@@ -321,7 +321,7 @@ def test_it_beats_uniform_codes_for_heavy_tails_only():
         (gauss, 6, 1.15e-5, 0.1, 7.3e-6, 0.33, "uniform"),
         (laplace, 6, 1.7e-5, 0.1, 2.5e-5, 0.33, "range"),
         (student, 5, 4.4e-5, 0.1, 1.7e-3, 0.9, "range"),
-        (kept, 6, 1.0e-5, 0.1, 2.4e-6, 0.33, "uniform"),
+        (selected, 6, 1.0e-5, 0.1, 2.4e-6, 0.33, "uniform"),
         (largest, 8, 6.6e-7, 0.1, 1.9e-6, 0.33, "range"),
     ]
     for x, mantissa, error, near, plain, nearly, better in rows:
@@ -334,7 +334,7 @@ def test_it_beats_uniform_codes_for_heavy_tails_only():
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(1, 0), (17, 0), (10, -1), (10, 14), (16, 8)])
 def test_formats_that_do_not_exist(bits, mantissa):
-    with pytest.raises(ValueError, match=f"bits={bits}, mantissa={mantissa}: 2 to 16 bits"):
+    with pytest.raises(ValueError, match=f"bits={bits}, mantissa={mantissa}"):
         ops.rangefloat.check(bits, mantissa)
 
 

@@ -360,7 +360,7 @@ def test_clusters_say_what_is_wrong(tmp_path) -> None:
         (whole + "overlp: 1\n", "Did you mean 'overlap'"),
         (whole.replace("a100", "a10"), "unknown device 'a10'"),
         ("gpus_per_node: 2\n", "Field required"),
-        ("- 1\n", "a mapping expected"),
+        ("- 1\n", "expected a mapping"),
         ("{", "is no YAML"),
     ]:
         path.write_text(text)
@@ -660,7 +660,7 @@ def test_a_method_that_refuses_so_many_workers_leaves_the_others_theirs(tmp_path
     assert (tern["links"], tern["links_better"]) == ("refused", "refused")
     assert sign["links"].startswith("below")
     assert sign["messages"] == 2 * 99_999
-    reason = "terngrad by twoshot among 100,000 workers: ternary codes of 32768 workers add up to"
+    reason = "terngrad by twoshot among 100,000 workers: sums of ternary codes of 32768 workers"
     assert tern["refused"].startswith(reason)
     assert any(note.startswith(f"Refused: {reason}") for note in table["notes"])
     assert invoke(*words, "terngrad").code == 0

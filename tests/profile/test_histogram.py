@@ -226,7 +226,7 @@ def test_a_resumed_run_keeps_what_it_captured(tmp_path: Path) -> None:
     assert "--force" in missed.err
     done = invoke(*words)
     assert done.code == 0, done.err
-    assert "goes on from its checkpoint" in done.err
+    assert "resuming from checkpoint" in done.err
     assert first.stat().st_mtime_ns == before
     assert [one.step for one in captures.load([tmp_path])] == [5, 290]
     again = invoke(*words)

@@ -43,5 +43,5 @@ def test_a_codec_takes_any_shape_and_refuses_what_is_no_gradient():
         assert (y.shape, y.dtype) == (x.shape, x.dtype)
         assert torch.equal(y.float(), x.bfloat16().float())
     for wrong in (torch.tensor([1]), torch.tensor([float("nan")])):
-        with pytest.raises(UsageError, match="finite floating-point"):
+        with pytest.raises(UsageError, match="x "):
             codec.compress(wrong)

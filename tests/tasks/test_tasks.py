@@ -173,13 +173,13 @@ def test_vmap_over_workers(name: str, options: dict[str, Any]) -> None:
             {"network": "resnet56"},
             "Did you mean 'resnet..'.*cifarnet, resnet20, resnet32",
         ),
-        ("quadratic", {"dimension": 0}, "dimension 0: at least 1 is allowed"),
-        ("quadratic", {"condition": 0.5}, "condition 0.5: finite numbers from 1 on are allowed"),
+        ("quadratic", {"dimension": 0}, "dimension 0"),
+        ("quadratic", {"condition": 0.5}, "condition 0.5"),
         ("quadratic", {"condition": math.nan}, "condition nan"),
-        ("quadratic", {"noise": -1.0}, "noise -1.0: finite numbers from 0 on are allowed"),
-        ("shakespeare", {"layers": 0}, "layers 0: at least 1 is allowed"),
-        ("shakespeare", {"context": 0}, "context 0: at least 1 is allowed"),
-        ("shakespeare", {"width": 130}, "width 130 with heads 4: a multiple of heads is allowed"),
+        ("quadratic", {"noise": -1.0}, "noise -1.0"),
+        ("shakespeare", {"layers": 0}, "layers 0"),
+        ("shakespeare", {"context": 0}, "context 0"),
+        ("shakespeare", {"width": 130}, "width 130: .*heads 4"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], message: str) -> None:
@@ -489,11 +489,11 @@ def test_cifarnet_augmentation_is_the_one_described() -> None:
         ops.random.uniform(KEY._replace(stream=purposes.AUGMENT), 15).double().view(3, 5).numpy()
     )
     expected = [by_hand(split.inputs[i].numpy(), d) for i, d in zip(indices, draws, strict=True)]
-    found = task.batch(split, indices, KEY).inputs
+    result = task.batch(split, indices, KEY).inputs
     torch.testing.assert_close(
-        found.double(), torch.from_numpy(np.stack(expected)), rtol=1e-4, atol=1e-4
+        result.double(), torch.from_numpy(np.stack(expected)), rtol=1e-4, atol=1e-4
     )
-    assert found[1].std() < 0.9
+    assert result[1].std() < 0.9
 
 
 def test_brightness_and_contrast_act_on_each_channel() -> None:
@@ -525,8 +525,8 @@ def test_evaluation_takes_the_centre() -> None:
         (registry.task("cifar10"), None),
         (registry.task("cifar10", augment=False), KEY),
     ):
-        found = task.batch(split, torch.arange(2), key).inputs
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        result = task.batch(split, torch.arange(2), key).inputs
+        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_resnet_images_are_normalized_then_padded_with_zeros_then_cropped() -> None:
@@ -538,12 +538,12 @@ def test_resnet_images_are_normalized_then_padded_with_zeros_then_cropped() -> N
     indices = torch.arange(64)
     torch.testing.assert_close(task.batch(split, indices, None).inputs, plain)
     draws = ops.random.uniform(KEY._replace(stream=purposes.AUGMENT), 320).view(64, 5)
-    found = task.batch(split, indices, KEY).inputs
+    result = task.batch(split, indices, KEY).inputs
     padded = F.pad(plain, (4, 4, 4, 4))
     for i, (u, v, w) in enumerate(draws[:, :3].tolist()):
         top, left = int(9 * u), int(9 * v)
         expected = padded[i, :, top : top + 32, left : left + 32]
-        torch.testing.assert_close(found[i], expected.flip(2) if w < 0.5 else expected)
+        torch.testing.assert_close(result[i], expected.flip(2) if w < 0.5 else expected)
 
 
 @pytest.mark.parametrize("network", ["cifarnet", "resnet20"])
@@ -592,7 +592,7 @@ def test_shakespeare_tokens_are_places_among_the_characters() -> None:
     every = torch.tensor(list(shakespeare.CHARACTERS.encode()), dtype=torch.uint8)
     assert sorted(shakespeare.CHARACTERS) == list(shakespeare.CHARACTERS)
     assert shakespeare.tokens(every).tolist() == list(range(65))
-    with pytest.raises(ValueError, match="byte 64 at 1: the 65 characters of tinyshakespeare"):
+    with pytest.raises(ValueError, match="byte 64 at 1"):
         shakespeare.tokens(torch.tensor(list(b"A@"), dtype=torch.uint8))
 
 

@@ -113,12 +113,12 @@ def meet(member):
         "half": torch.full((rank, 2), rank, dtype=torch.bfloat16),
         "scalar": torch.tensor(rank),
     }
-    found = world.collect([value])
-    for each in found:
+    result = world.collect([value])
+    for each in result:
         each["empty"] = list(each["empty"].shape)
         each["half"] = [str(each["half"].dtype), *each["half"].tolist()]
         each["scalar"] = each["scalar"].item()
-    return found
+    return result
 
 
 def flip_a_bit(step, rank, bucket):
@@ -141,32 +141,32 @@ def agree(member, *apart):
     from dataclasses import replace
 
     from gcbench.core import registry
-    from gcbench.training import agreement, engines
+    from gcbench.training import engines, preflight
     from gcbench.training.configuration import Config
 
-    given = {
+    settings = {
         "task": "digits",
         "compressor": "terngrad",
         "workers": member.size,
         "batch": 60,
         "lr": 0.1,
     }
-    given |= {"batch": 60, "lr": 0.1}
+    settings |= {"batch": 60, "lr": 0.1}
     train, _ = registry.task("quadratic").load(None)
     if member.rank == 1:
         if "clip" in apart:
-            given["options"] = {"clip": 2.0}
+            settings["options"] = {"clip": 2.0}
         if "lr" in apart:
-            given["lr"] = 0.5
+            settings["lr"] = 0.5
         if "data" in apart:
             train = replace(train, inputs=train.inputs + 1)
     world = engines.join(member, "cpu", 1)
     try:
-        told = agreement.facts(Config.make(given)) | {"data": agreement.digest(train, None)}
+        message = preflight.facts(Config.make(settings)) | {"data": preflight.digest(train, None)}
         if member.rank == 1 and "version" in apart:
-            told["version of gcbench"] = "0.0.9"
+            message["version of gcbench"] = "0.0.9"
         try:
-            agreement.check(world, told)
+            preflight.check(world, message)
         except UsageError as error:
             return str(error)
         return "agreed"
@@ -185,27 +185,27 @@ def train_through_ddp(member, jobs):
 
     from gcbench.training import engines
     from gcbench.training.configuration import Config
-    from gcbench.training.overlapped import DdpTrainer
+    from gcbench.training.ddp_trainer import DdpTrainer
     from gcbench.training.store import Run
     from gcbench.training.train import Options
 
-    world, found = engines.join(member, "cpu", 1), {}
+    world, result = engines.join(member, "cpu", 1), {}
     try:
-        for name, given, folder, how in jobs:
+        for name, settings, folder, how in jobs:
             world.traffic[0] = type(world.traffic[0])()
             options = Options(checkpoint_seconds=1e9)
-            trainer = DdpTrainer(Config.make(given), world, Run(Path(folder)), options)
+            trainer = DdpTrainer(Config.make(settings), world, Run(Path(folder)), options)
             if how == "slow":
                 slow_down(trainer)
             try:
                 summary = trainer.fit(
                     lambda trainer=trainer, how=how: how == "cut" and trainer.step >= 5
                 )
-                found[name] = json.loads(json.dumps(summary))
+                result[name] = json.loads(json.dumps(summary))
             except Interrupted:
-                found[name] = {"stopped": trainer.step}
+                result[name] = {"stopped": trainer.step}
             world.collect([name])  # the next one may go on from what worker 0 has saved
-        return found
+        return result
     finally:
         world.close()
 

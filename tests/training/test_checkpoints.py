@@ -23,12 +23,12 @@ class PowerCut(Exception):
     """What ends a run here."""
 
 
-def config(**given) -> Config:
+def config(**settings) -> Config:
     usual = {"task": "quadratic", "compressor": "topk", "memory": "dgc", "workers": 2, "batch": 4}
-    return Config.make({**usual, "steps": STEPS, "log_every": 1, "eval_every": 0, **given})
+    return Config.make({**usual, "steps": STEPS, "log_every": 1, "eval_every": 0, **settings})
 
 
-def trainer(made: Config, folder: Path, simulated, at: int | None = None) -> Trainer:
+def trainer(created: Config, folder: Path, simulated, at: int | None = None) -> Trainer:
     """Return a trainer whose power is cut at a step, saving after each."""
 
     def cut(step, rank, bucket):
@@ -38,7 +38,7 @@ def trainer(made: Config, folder: Path, simulated, at: int | None = None) -> Tra
     run = Run(folder)
     run.create()
     options = Options(checkpoint_seconds=0 if at else 1e9, on_bucket=cut)
-    return Trainer(made, simulated(made.workers), run, options)
+    return Trainer(created, simulated(created.workers), run, options)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_the_checkpoint_before_serves_where_the_last_is_damaged(broken_off, simu
     data[len(data) // 2] ^= 1
     (run.folder / CHECKPOINTS[0]).write_bytes(data)
     assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
-    said = capsys.readouterr().err
-    assert "checkpoint.pt cannot be read (its digest is another); going on from the" in said
+    message = capsys.readouterr().err
+    assert "checkpoint.pt cannot be read (its digest is another); going on from the" in message
     assert [r["step"] for r in run.records() if r["kind"] == "train"] == list(range(1, STEPS + 1))
 
 
@@ -118,7 +118,7 @@ def test_shapes_and_what_is_carried_are_checked(broken_off, simulated, wrong):
     state = run.checkpoint()
     wrong(state)
     run.save(state)
-    with pytest.raises(GcbenchError, match=r"checkpoint\.pt does not fit this run"):
+    with pytest.raises(GcbenchError, match=r"checkpoint\.pt does not match this run"):
         trainer(config(), run.folder, simulated).fit()
     (run.folder / CHECKPOINTS[1]).replace(run.folder / CHECKPOINTS[0])
     assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
@@ -157,19 +157,21 @@ def test_a_crash_between_the_two_files_leaves_the_one_before(broken_off, simulat
 
 def test_a_stop_where_dense_steps_end_goes_on(tmp_path, simulated):
     """The memory of later steps has buffers that the checkpoint cannot have."""
-    made = config(memory="residual", start_step=9)
-    whole = trainer(made, tmp_path / "whole", simulated).fit()["params_sha256"]
+    created = config(memory="residual", start_step=9)
+    whole = trainer(created, tmp_path / "whole", simulated).fit()["params_sha256"]
     with pytest.raises(PowerCut):
-        trainer(made, tmp_path / "run", simulated, at=9).fit()
-    assert trainer(made, tmp_path / "run", simulated).fit()["params_sha256"] == whole
+        trainer(created, tmp_path / "run", simulated, at=9).fit()
+    assert trainer(created, tmp_path / "run", simulated).fit()["params_sha256"] == whole
 
 
 def test_a_replica_that_drifts_is_named_within_fifty_steps(tmp_path):
     """One bit of worker 1's parameters is flipped at step 3; evaluations are far away."""
-    made = config(engine="spawn", workers=3, batch=6, compressor="none", memory="none", steps=400)
+    created = config(
+        engine="spawn", workers=3, batch=6, compressor="none", memory="none", steps=400
+    )
     run = Run(tmp_path / "run")
     run.create()
-    run.start(made.model_dump(mode="json"), provenance(made))
-    said = rf"drifted apart by step {CHECK_EVERY}: worker\(s\) \[1\] differ from worker 0"
-    with pytest.raises(GcbenchError, match=said):
-        engines.ENGINES["spawn"](made, run, Options(on_bucket=crew.flip_a_bit))
+    run.start(created.model_dump(mode="json"), provenance(created))
+    message = rf"differ at step {CHECK_EVERY}: worker\(s\) \[1\] differ from worker 0"
+    with pytest.raises(GcbenchError, match=message):
+        engines.ENGINES["spawn"](created, run, Options(on_bucket=crew.flip_a_bit))

@@ -25,10 +25,10 @@ def run(results: Path, *words: object) -> Result:
 def with_default(cls: type[Any], field: str, value: object) -> pytest.MonkeyPatch:
     """Give a field another default, as another version has it, until `undo`."""
     names = [each.name for each in dataclasses.fields(cls)]
-    own = [each.default for each in dataclasses.fields(cls)]
-    own[names.index(field)] = value
+    local = [each.default for each in dataclasses.fields(cls)]
+    local[names.index(field)] = value
     patch = pytest.MonkeyPatch()
-    patch.setattr(cls.__init__, "__defaults__", tuple(own))
+    patch.setattr(cls.__init__, "__defaults__", tuple(local))
     return patch
 
 
@@ -51,11 +51,11 @@ def test_a_finished_run_of_other_defaults_is_not_reused(tmp_path, cls, field, va
     done = run(tmp_path, *words, *collective)
     assert done.code == 1
     assert done.out == ""
-    said = done.err.strip()
-    assert said.startswith(
+    text = done.err.strip()
+    assert text.startswith(
         f"gcbench: {tmp_path / 'quadratic-terngrad-'}{before['config_hash']} was"
     )
-    then, now = said.split("the same command now means")
+    then, now = text.split("the same command now means")
     assert f"{field}={value}" in then
     assert f"{field}={value}" not in now
     assert "--force makes it again, another --results keeps both" in now
@@ -109,7 +109,7 @@ def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeyp
         assert run(tmp_path, *often).code == 1
     (folder,) = tmp_path.iterdir()
     assert (folder / "checkpoint.pt").exists()
-    kept = (folder / "provenance.json").read_text()
+    selected = (folder / "provenance.json").read_text()
     other = with_default(registry.compressor_class("terngrad"), "clip", 2.0)
     try:
         assert "TernGrad(clip=2.5, " in run(tmp_path, *often).err.split("now means")[0]
@@ -117,8 +117,8 @@ def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeyp
         other.undo()
     change(folder, "provenance.json", "objects")
     assert "was made with unknown fields" in run(tmp_path, *often).err
-    (folder / "provenance.json").write_text(kept)
-    assert "goes on from its checkpoint" in run(tmp_path, *often).err
+    (folder / "provenance.json").write_text(selected)
+    assert "resuming from checkpoint" in run(tmp_path, *often).err
 
 
 def test_a_run_that_failed_alone_has_no_document(tmp_path):
@@ -146,18 +146,18 @@ def interrupted(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path, monkeypatch, interrupted):
-    """On eight cores the same command would have four threads a worker."""
+    """On eight cores the same command would have four threads per worker."""
     monkeypatch.setattr(configuration, "cores", lambda: 8)
     seen = []
     world = engines.SimulatedWorld
 
-    def made(*words):
+    def created(*words):
         seen.append(words[3])
         return world(*words)
 
-    monkeypatch.setattr(engines, "SimulatedWorld", made)
+    monkeypatch.setattr(engines, "SimulatedWorld", created)
     done = run(tmp_path, *interrupted)
-    assert "goes on from its checkpoint, with 1 thread(s) a worker as then" in done.err
+    assert "resuming from checkpoint with 1 thread(s) per worker" in done.err
     assert seen == [1]
     assert done.json["provenance"]["threads"] == 1
     assert run(tmp_path, *interrupted, "--force").json["provenance"]["threads"] == 4
@@ -165,24 +165,24 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "text"),
     [
         ("versions", {"torch": "1.0"}, "torch 1.0 then, "),
         ("machine", {"isa": "NEON"}, "instruction set NEON then, "),
         ("threads", "many", "threads 'many' then"),
     ],
 )
-def test_a_run_does_not_go_on_where_bits_are_others(tmp_path, interrupted, key, value, said):
+def test_a_run_does_not_go_on_where_bits_are_others(tmp_path, interrupted, key, value, text):
     (folder,) = tmp_path.iterdir()
     before = json.loads((folder / "provenance.json").read_text())
     changed = {**before[key], **value} if isinstance(value, dict) else value
     change(folder, "provenance.json", key, changed)
     done = run(tmp_path, *interrupted)
     assert (done.code, done.out) == (1, "")
-    assert f"was begun where bits are others ({said}" in done.err
+    assert f"was begun where bits are others ({text}" in done.err
     assert "Go on there, or start over with --force" in done.err
     change(folder, "provenance.json", key, before[key])
-    assert "goes on from its checkpoint" in run(tmp_path, *interrupted).err
+    assert "resuming from checkpoint" in run(tmp_path, *interrupted).err
 
 
 THEIRS = """
@@ -215,8 +215,8 @@ def test_a_changed_plug_in_is_not_finished_before(tmp_path, third_party):
     done = run(results, *words)
     assert done.code == 1
     digest = before["compressor"]["sha256"][:10]
-    said = f"was made with another compressor: somebodys 1.0 (source {digest}) then, somebodys 1.0"
-    assert said in done.err
+    text = f"was made with another compressor: somebodys 1.0 (source {digest}) then, somebodys 1.0"
+    assert text in done.err
     again = run(results, *words, "--force").json["provenance"]["plugins"]
     assert again["compressor"]["sha256"] != before["compressor"]["sha256"]
     assert "plugins" not in run(results).json["provenance"], "what is built in has the commit"
@@ -225,12 +225,12 @@ def test_a_changed_plug_in_is_not_finished_before(tmp_path, third_party):
     assert "then, somebodys 1.1 (source " in run(results, *words).err
 
 
-def test_another_version_of_a_built_in_file_is_told(tmp_path, monkeypatch):
-    """It may differ by a comment: the result is kept, and the message says that it is of before."""
+def test_another_version_of_a_built_in_file_is_reported(tmp_path, monkeypatch):
+    """It may differ only by a comment: the result stays, and a message names the difference."""
     before = run(tmp_path).json["provenance"]["source"]
     monkeypatch.setattr(registry, "source_digest", lambda name: "0123456789")
     done = run(tmp_path)
     assert done.code == 0
-    told = f"skipped, made by another version of none.py ({before} then, 0123456789 now)"
-    assert told.replace("none.py", f"{done.json['compressor_name']}.py") in done.err
+    message = f"skipped, made by another version of none.py ({before} then, 0123456789 now)"
+    assert message.replace("none.py", f"{done.json['compressor_name']}.py") in done.err
     assert run(tmp_path, "--force").json["provenance"]["source"] == "0123456789"

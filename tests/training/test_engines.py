@@ -34,15 +34,15 @@ SAME = (
 )
 
 
-def config(**given) -> Config:
-    return Config.make({"task": "quadratic", "workers": 2, "steps": 30, "log_every": 1, **given})
+def config(**settings) -> Config:
+    return Config.make({"task": "quadratic", "workers": 2, "steps": 30, "log_every": 1, **settings})
 
 
-def fit(made: Config, folder: Path, **options) -> dict:
-    run = Run(folder / made.run_name)
+def fit(created: Config, folder: Path, **options) -> dict:
+    run = Run(folder / created.run_name)
     run.create()
-    run.start(made.model_dump(mode="json"), {})
-    engines.ENGINES[made.engine](made, run, Options(**options))
+    run.start(created.model_dump(mode="json"), {})
+    engines.ENGINES[created.engine](created, run, Options(**options))
     return run.summary
 
 
@@ -51,11 +51,11 @@ def trainer(tmp_path):
     """Return a function that makes a simulated trainer on one folder."""
     worlds = []
 
-    def make(made: Config, **options) -> Trainer:
-        worlds.append(SimulatedWorld(made.workers, torch.device("cpu"), Link(10, 50), 1, 1))
-        run = Run(tmp_path / made.run_name)
+    def make(created: Config, **options) -> Trainer:
+        worlds.append(SimulatedWorld(created.workers, torch.device("cpu"), Link(10, 50), 1, 1))
+        run = Run(tmp_path / created.run_name)
         run.create()
-        return Trainer(made, worlds[-1], run, Options(**options))
+        return Trainer(created, worlds[-1], run, Options(**options))
 
     yield make
     for world in worlds:
@@ -93,8 +93,8 @@ TWO = (*WIDE, "--workers", 2, "--steps", 30, "--log-every", 10, "--eval-every", 
 def two(results):
     """Two workers in both local engines, every collective: summaries by (engine, collective)."""
     grid = ("--engine", "simulate,spawn", "--collective", ",".join(COLLECTIVES))
-    found = invoke("run", *TWO, *grid, "--results", results, "--json").json
-    return {(summary["engine"], summary["collective"]): summary for summary in found}
+    result = invoke("run", *TWO, *grid, "--results", results, "--json").json
+    return {(summary["engine"], summary["collective"]): summary for summary in result}
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +103,12 @@ def three(results):
     shape = ("--network", "conv", "--dense-last", "--workers", 3, "--batch", 48)
     train = ("--optimizer", "adam", "--lr", 1e-3, "--ema", 0.9, "--weight-decay", 1e-3)
     grid = ("--steps", 12, "--log-every", 5, "--engine", "simulate,spawn")
-    found = invoke("run", *shape, *train, *grid, "--results", results, "--json").json
-    return {(summary["engine"], "twoshot"): summary for summary in found}
+    result = invoke("run", *shape, *train, *grid, "--results", results, "--json").json
+    return {(summary["engine"], "twoshot"): summary for summary in result}
 
 
-def check_twins(results, found, collective):
-    here, there = found["simulate", collective], found["spawn", collective]
+def check_twins(results, result, collective):
+    here, there = result["simulate", collective], result["spawn", collective]
     assert {key: here[key] for key in SAME} == {key: there[key] for key in SAME}
     records = []
     for summary in (here, there):
@@ -156,9 +156,9 @@ def test_torchrun_is_found_and_gives_the_same_bits(two, tmp_path):
 
 
 def test_torchrun_with_another_number_of_workers(monkeypatch, tmp_path):
-    given = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
-    given |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    for name, value in given.items():
+    settings = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    settings |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
     done = invoke("run", "--workers", 2, "--results", tmp_path)
     assert done.code == 2
@@ -175,10 +175,12 @@ def test_torchrun_cannot_be_asked_for():
 # -- gradients of all workers in one pass ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{}, {"task_options": {"network": "conv"}, "weight_decay": 1e-3}])
-def test_batched_gradients_agree_with_the_loop(trainer, given):
-    """Relative to the largest entry within 1e-6 a step, within 1e-5 after twenty."""
-    common = {"task": "digits", "workers": 4, "compressor": "none", "steps": 20, **given}
+@pytest.mark.parametrize(
+    "settings", [{}, {"task_options": {"network": "conv"}, "weight_decay": 1e-3}]
+)
+def test_batched_gradients_agree_with_the_loop(trainer, settings):
+    """Relative to the largest entry within 1e-6 per step, within 1e-5 after twenty."""
+    common = {"task": "digits", "workers": 4, "compressor": "none", "steps": 20, **settings}
     loop, batched = (trainer(config(**common, gradients=how)) for how in ("loop", "batched"))
     (xs, losses), (ys, other) = loop._gradients(), batched._gradients()
     assert losses == pytest.approx(other, rel=1e-6)
@@ -235,9 +237,9 @@ def crash_at_twenty(step, rank, bucket):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("moments", [[1], [0, 5, 13]])
 def test_a_crash_loses_nothing(trainer, normed, tmp_path, recipe, moments):
-    made = config(**{"task": "digits", **RECIPES[recipe], "steps": 14, "log_every": 2})
-    expected = fit(made, tmp_path / "whole")
-    whole = Run(tmp_path / "whole" / made.run_name).records()
+    created = config(**{"task": "digits", **RECIPES[recipe], "steps": 14, "log_every": 2})
+    expected = fit(created, tmp_path / "whole")
+    whole = Run(tmp_path / "whole" / created.run_name).records()
     for moment in moments:
 
         def fault(step, rank, bucket, moment=moment):
@@ -245,8 +247,8 @@ def test_a_crash_loses_nothing(trainer, normed, tmp_path, recipe, moments):
                 raise Crash
 
         with pytest.raises(Crash):
-            trainer(made, checkpoint_seconds=0, on_bucket=fault).fit()
-    resumed = trainer(made)
+            trainer(created, checkpoint_seconds=0, on_bucket=fault).fit()
+    resumed = trainer(created)
     summary = resumed.fit()
     assert {key: summary[key] for key in SAME} == {key: expected[key] for key in SAME}
     assert len(resumed.clock.steps) == 14
@@ -255,14 +257,14 @@ def test_a_crash_loses_nothing(trainer, normed, tmp_path, recipe, moments):
 
 
 def test_a_stop_saves_and_goes_on(trainer):
-    made = config(optimizer="adam", ema=0.5)
+    created = config(optimizer="adam", ema=0.5)
     expected = trainer(config(optimizer="adam", ema=0.5, log_every=3)).fit()
     steps = iter(range(100))
     with pytest.raises(Interrupted, match="stopped after step 8 of 30"):
-        trainer(made).fit(lambda: next(steps) == 7)
+        trainer(created).fit(lambda: next(steps) == 7)
     with pytest.raises(Crash):  # records run ahead of the checkpoint
-        trainer(made, on_bucket=crash_at_twenty).fit()
-    last = trainer(made)
+        trainer(created, on_bucket=crash_at_twenty).fit()
+    last = trainer(created)
     assert last.run.records()[-1]["step"] == 20
     assert last.fit()["params_sha256"] == expected["params_sha256"]
     assert [r["step"] for r in last.run.records() if "lr" in r] == list(range(1, 31))
@@ -276,8 +278,8 @@ def long_run(results: Path, engine: str, steps: int) -> tuple:
 
 def lines(results: Path, name: str = "metrics.jsonl") -> int:
     """Return the number of lines in that file of the only run; 0 before it is there."""
-    found = list(results.glob(f"*/{name}"))
-    return len(found[0].read_text().splitlines()) if found else 0
+    result = list(results.glob(f"*/{name}"))
+    return len(result[0].read_text().splitlines()) if result else 0
 
 
 def steps_of(results: Path) -> list[int]:
@@ -313,9 +315,9 @@ def test_a_simulation_survives_kills_and_ctrl_c(tmp_path):
     assert done.out == ""
     assert "Traceback" not in done.err
     assert "Go on with: gcbench run --task quadratic" in done.err
-    assert "goes on from its checkpoint" in done.err
+    assert "resuming from checkpoint" in done.err
     last = invoke(*command)
-    assert "goes on from its checkpoint" in last.err
+    assert "resuming from checkpoint" in last.err
     expected = invoke(*long_run(whole, "simulate", 200)).json
     assert last.json["params_sha256"] == expected["params_sha256"]
     assert last.json["wire_bytes"] == expected["wire_bytes"]
@@ -352,12 +354,12 @@ def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_acts_as_usual(sign):
     before = signal.getsignal(sign)
-    with engines._stop_on_signals(launched=False) as asked:
+    with engines._stop_on_signals(managed=False) as asked:
         assert not asked()
         os.kill(os.getpid(), sign)
         assert asked()
         assert signal.getsignal(sign) is before
-    with engines._stop_on_signals(launched=True) as asked:
+    with engines._stop_on_signals(managed=True) as asked:
         os.kill(os.getpid(), sign)
         os.kill(os.getpid(), sign)  # the launcher repeats what the terminal sent to all
         assert asked()
@@ -378,10 +380,10 @@ def test_a_non_finite_gradient_names_layer_worker_and_step(tmp_path):
         if rank == 2 and step == 4:
             bucket[-1] = torch.nan
 
-    made = config(task="digits", workers=4)
+    created = config(task="digits", workers=4)
     with pytest.raises(GcbenchError, match=r"layer 3\.bias of worker 2 at step 4"):
-        fit(made, tmp_path, on_bucket=last_layer)
-    assert len(Run(tmp_path / made.run_name).records()) == 4
+        fit(created, tmp_path, on_bucket=last_layer)
+    assert len(Run(tmp_path / created.run_name).records()) == 4
 
 
 def test_all_workers_skip_a_step_together(tmp_path):
@@ -396,19 +398,19 @@ def test_all_workers_skip_a_step_together(tmp_path):
 
 def test_a_step_that_is_bad_elsewhere_is_skipped_here(trainer, monkeypatch):
     """A worker that went on alone would wait for its peers in the next exchange."""
-    made = trainer(config(on_nonfinite="skip"))
-    buckets, _ = made._gradients()
-    assert made._all_finite(buckets)
-    monkeypatch.setattr(made.world, "all_reduce", lambda flags, op: torch.ones(1))
-    assert not made._all_finite(buckets)
+    created = trainer(config(on_nonfinite="skip"))
+    buckets, _ = created._gradients()
+    assert created._all_finite(buckets)
+    monkeypatch.setattr(created.world, "all_reduce", lambda flags, op: torch.ones(1))
+    assert not created._all_finite(buckets)
 
 
 def test_a_failing_process_is_named_and_its_peers_end(tmp_path):
     before = signal.getsignal(signal.SIGINT)
-    made = config(engine="spawn")
+    created = config(engine="spawn")
     with pytest.raises(GcbenchError, match="layer x of worker 1 at step 3"):
-        fit(made, tmp_path, on_bucket=spoil)
-    assert len(Run(tmp_path / made.run_name).records()) == 3
+        fit(created, tmp_path, on_bucket=spoil)
+    assert len(Run(tmp_path / created.run_name).records()) == 3
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -426,7 +428,7 @@ def test_replicas_that_drift_apart_stop_the_run(tmp_path, monkeypatch):
         return [f"{v}{i // 2}" if isinstance(v, str) and v else v for i, v in enumerate(values)]
 
     monkeypatch.setattr(SimulatedWorld, "collect", collect)
-    with pytest.raises(GcbenchError, match=r"drifted apart by step 10: worker\(s\) \[2, 3\]"):
+    with pytest.raises(GcbenchError, match=r"differ at step 10: worker\(s\) \[2, 3\]"):
         fit(config(workers=4, eval_every=10), tmp_path)
 
 

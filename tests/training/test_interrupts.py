@@ -19,7 +19,7 @@ def test_ctrl_c_is_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("verify", "none", "--progress", "none"), "gcbench: stopped by the user\n"),
         (
@@ -28,7 +28,7 @@ def test_ctrl_c_is_one_line(monkeypatch):
         ),
     ],
 )
-def test_ctrl_c_while_processes_still_import(tmp_path, words, said):
+def test_ctrl_c_while_processes_still_import(tmp_path, words, message):
     """The terminal tells all of them; a peer of one that dies then would wait for 30 seconds."""
     results = () if words[0] == "verify" else ("--results", tmp_path)
     process = start(*words, *results)
@@ -36,6 +36,6 @@ def test_ctrl_c_while_processes_still_import(tmp_path, words, said):
     asked = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     done = end(process)
-    assert (done.code, done.out, done.err) == (130, "", said)
+    assert (done.code, done.out, done.err) == (130, "", message)
     assert time.monotonic() - asked < 25
     wait_for(lambda: not members(process.pid))

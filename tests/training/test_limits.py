@@ -10,7 +10,7 @@ from commands import invoke
 from gcbench.core.errors import UsageError
 from gcbench.training import configuration, engines, limits, store
 
-INSIST = "set GCBENCH_NO_LIMITS=1 in the environment to do it all the same"
+INSIST = "set GCBENCH_NO_LIMITS=1 in the environment to lift the limit"
 GRID = ("--seed", ",".join(map(str, range(500))), "--lr", ",".join(f"0.{i + 1}" for i in range(9)))
 ASKED = {
     "threads": (("--threads", 100_000), "--threads 100000: at most 1024 threads"),
@@ -46,11 +46,11 @@ def idle(monkeypatch):
 
 @pytest.mark.parametrize("what", ASKED)
 def test_what_is_too_much_is_one_line_and_at_once(tmp_path, idle, what):
-    words, said = ASKED[what]
+    words, message = ASKED[what]
     began = time.monotonic()
     done = invoke("run", "--task", "quadratic", *words, "--results", tmp_path)
     assert (done.code, done.out) == (2, "")
-    assert done.err.splitlines() == [f"gcbench: usage: {said}"]
+    assert done.err.splitlines() == [f"gcbench: usage: {message}"]
     assert time.monotonic() - began < 5
     assert not list(tmp_path.iterdir())
 
@@ -80,14 +80,14 @@ def test_bandwidth_is_bounded_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--compressor", "nope"), "unknown compressor 'nope'"),
         (("--clip", "-1"), "--clip -1.0: standard deviations, above 0"),
         (("--kept", "1.5"), "--kept 1.5: a share above 0 and below 1"),
     ],
 )
-def test_histogram_looks_at_its_words_before_it_trains(tmp_path, idle, words, said):
+def test_histogram_looks_at_its_words_before_it_trains(tmp_path, idle, words, message):
     done = invoke("histogram", *words, "--results", tmp_path)
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err

@@ -29,28 +29,28 @@ QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--log-every", 3,
 class Lines(sinks.Sink):
     """Keeps what it hears in a file; a list of what happened to it serves the tests."""
 
-    heard: list = []  # noqa: RUF012
+    received: list = []  # noqa: RUF012
 
     def open(self, folder, config, provenance):
         self.path = folder / "lines"
         self.path.unlink(missing_ok=True)
-        self.heard.append(("open", config["workers"], provenance["commit"]))
+        self.received.append(("open", config["workers"], provenance["commit"]))
 
     def record(self, record):
-        if record["step"] == 6 and "full" in self.heard:
+        if record["step"] == 6 and "full" in self.received:
             raise OSError("no room")
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def close(self):
-        self.heard.append("close")
+        self.received.append("close")
 
 
 @pytest.fixture
 def lines(monkeypatch):
     monkeypatch.setitem(sinks.registered(), "lines", registry.Entry("lines", "test", lambda: Lines))
-    monkeypatch.setattr(Lines, "heard", [])
-    return Lines.heard
+    monkeypatch.setattr(Lines, "received", [])
+    return Lines.received
 
 
 @pytest.fixture
@@ -66,14 +66,14 @@ def trainer(tmp_path):
     """Return a function that makes a trainer on one folder, with these sinks."""
     worlds = []
 
-    def make(*told: str, **options) -> Trainer:
-        made = config(eval_every=7)
+    def make(*message: str, **options) -> Trainer:
+        created = config(eval_every=7)
         worlds.append(SimulatedWorld(2, torch.device("cpu"), Link(10, 50), 1, 1))
-        run = Run(tmp_path / made.run_name)
+        run = Run(tmp_path / created.run_name)
         run.create()
         if not (run.folder / "config.json").exists():
-            run.start(made.model_dump(mode="json"), configuration.provenance(made))
-        return Trainer(made, worlds[-1], run, Options(sinks=told, **options))
+            run.start(created.model_dump(mode="json"), configuration.provenance(created))
+        return Trainer(created, worlds[-1], run, Options(sinks=message, **options))
 
     yield make
     for world in worlds:
@@ -85,7 +85,7 @@ def the_run(results: Path) -> Run:
     return Run(folder)
 
 
-def heard(run: Run) -> list[dict]:
+def received(run: Run) -> list[dict]:
     return [json.loads(line) for line in (run.folder / "lines" / "lines").read_text().splitlines()]
 
 
@@ -98,9 +98,9 @@ def test_a_sink_hears_every_record_and_changes_nothing(run, tmp_path, lines):
     for key in ("config", "config_hash", "params_sha256", "wire_bytes"):
         assert plain[key] == listened[key]
     assert plain.keys() == listened.keys()
-    found = the_run(tmp_path)
-    assert heard(found) == found.records()
-    assert [(r["kind"], r["step"]) for r in heard(found)] == [
+    result = the_run(tmp_path)
+    assert received(result) == result.records()
+    assert [(r["kind"], r["step"]) for r in received(result)] == [
         ("train", 3),
         ("eval", 4),
         ("train", 6),
@@ -119,9 +119,9 @@ def test_a_resumed_run_tells_each_record_once(trainer, lines):
     with pytest.raises(Crash):  # the last checkpoint is of step 9, the last record of step 20
         trainer("lines", on_bucket=crash_at_twenty).fit()
     again = trainer("lines")
-    assert heard(again.run)[-1]["step"] == 20
+    assert received(again.run)[-1]["step"] == 20
     again.fit()
-    records = heard(again.run)
+    records = received(again.run)
     assert records == again.run.records()
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 31))
     assert lines.count("close") == 2
@@ -137,7 +137,7 @@ def test_a_finished_run_tells_its_stored_records(run, tmp_path, lines):
     done = run("--sink", "lines", "--json")
     assert done.json == first
     assert "its stored records went to lines" in done.err
-    assert heard(the_run(tmp_path)) == the_run(tmp_path).records()
+    assert received(the_run(tmp_path)) == the_run(tmp_path).records()
 
 
 def test_repeated_commands_pile_up_nothing(accumulator, run, tmp_path):
@@ -157,18 +157,18 @@ def test_a_sink_that_fails_says_so_and_costs_nothing(run, tmp_path, lines):
     lines.append("full")
     done = run("--sink", "lines")
     assert done.code == 1
-    (said,) = [line for line in done.err.splitlines() if line.startswith("gcbench: ")]
-    assert "sink 'lines' failed: OSError('no room')" in said
-    assert "without --sink lines" in said
+    (output,) = [line for line in done.err.splitlines() if line.startswith("gcbench: ")]
+    assert "sink 'lines' failed: OSError('no room')" in output
+    assert "without --sink lines" in output
     assert lines[-1] == "close"
     assert [r["step"] for r in the_run(tmp_path).records()] == [3, 4, 6]
     assert run("--json").json["steps"] == 12
 
 
 def test_unknown_sinks_are_refused_before_anything_runs(run, tmp_path, lines):
-    for text, said in (("lines,boards", "Known: lines, tensorboard"), ("", "unknown sink ''")):
+    for text, output in (("lines,boards", "Known: lines, tensorboard"), ("", "unknown sink ''")):
         done = run("--sink", text)
-        assert (done.code, said in done.err) == (2, True), done.err
+        assert (done.code, output in done.err) == (2, True), done.err
     assert list(tmp_path.iterdir()) == []
     assert lines == []
 
@@ -177,7 +177,7 @@ def test_unknown_sinks_are_refused_before_anything_runs(run, tmp_path, lines):
 def test_a_sink_takes_nothing_that_the_run_has(run, tmp_path, monkeypatch, name):
     monkeypatch.setitem(sinks.registered(), name, registry.Entry(name, "test", lambda: Lines))
     done = run("--sink", name)
-    assert (done.code, f"a run's own {name!r}" in done.err) == (2, True), done.err
+    assert (done.code, f"sink {name!r}" in done.err) == (2, True), done.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -220,13 +220,13 @@ def scalars(read) -> dict[str, list[tuple[int, float]]]:
 
 def expected(run: Run) -> dict[str, list[tuple[int, float]]]:
     """Return the records of a run as TensorBoard should show them, in its float32."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    result: dict[str, list[tuple[int, float]]] = {}
     for record in run.records():
         for column, tag in sinks.TensorBoard.TAGS[record["kind"]].items():
             if record.get(column) is not None:
                 value = float(np.float32(record[column]))
-                found.setdefault(tag, []).append((record["step"], value))
-    return found
+                result.setdefault(tag, []).append((record["step"], value))
+    return result
 
 
 def files(run: Run) -> list[Path]:
@@ -259,8 +259,8 @@ def test_tensorboard_shows_the_records(accumulator, tmp_path):
     (last,) = [record for record in run.records() if record["kind"] == "train"][-1:]
     assert read.Scalars("lr")[-1].wall_time == pytest.approx(started + last["seconds"], abs=1e-3)
     (text,) = read.Tensors("config/text_summary")
-    told = text.tensor_proto.string_val[0].decode().strip("`\n")
-    assert json.loads(told) == summary["config"]
+    message = text.tensor_proto.string_val[0].decode().strip("`\n")
+    assert json.loads(message) == summary["config"]
     assert "provenance/text_summary" in read.Tags()["tensors"]
 
 
@@ -276,16 +276,16 @@ def test_events_outlive_a_crash_and_are_not_doubled(accumulator, trainer, monkey
 
     def look(step, rank, bucket):
         if (step, rank) == (15, 0):
-            seen.update(scalars(accumulator(made.run)))
+            seen.update(scalars(accumulator(created.run)))
         crash_at_twenty(step, rank, bucket)
 
-    made = trainer("tensorboard", checkpoint_seconds=0, on_bucket=look)
+    created = trainer("tensorboard", checkpoint_seconds=0, on_bucket=look)
     with pytest.raises(Crash):
-        made.fit()
+        created.fit()
     assert [step for step, _ in seen["lr"]] == list(range(1, 16))
-    (first,) = files(made.run)  # names are by the second: the next one would not be a later one
+    (first,) = files(created.run)  # names are by the second: the next one would not be a later one
     first.rename(first.with_name("events.out.tfevents.1700000000.before"))
-    reader = accumulator(made.run)
+    reader = accumulator(created.run)
     assert [step for step, _ in scalars(reader)["lr"]] == list(range(1, 21))
     again = trainer("tensorboard")
     again.fit()
@@ -295,10 +295,10 @@ def test_events_outlive_a_crash_and_are_not_doubled(accumulator, trainer, monkey
 
 
 def test_one_process_of_many_writes(accumulator, tmp_path):
-    made = config(engine="spawn", steps=6, eval_every=3)
+    created = config(engine="spawn", steps=6, eval_every=3)
     run = Run(tmp_path)
-    run.start(made.model_dump(mode="json"), configuration.provenance(made))
-    engines.spawn(made, run, Options(sinks=("tensorboard",)))
+    run.start(created.model_dump(mode="json"), configuration.provenance(created))
+    engines.spawn(created, run, Options(sinks=("tensorboard",)))
     assert len(files(run)) == 1
     shown = scalars(accumulator(run))
     assert shown == expected(run)

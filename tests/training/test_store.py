@@ -18,14 +18,14 @@ REFUSED = "is a symbolic link, or no regular file"
 
 @pytest.fixture
 def run(tmp_path):
-    made = Run(tmp_path / "run")
-    made.create()
-    return made
+    created = Run(tmp_path / "run")
+    created.create()
+    return created
 
 
 @pytest.fixture
 def precious(tmp_path):
-    """A file that is no part of any run."""
+    """A file outside of all runs."""
     path = tmp_path / "precious"
     path.write_text("mine")
     return path

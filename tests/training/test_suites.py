@@ -50,7 +50,7 @@ entries:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def local(tmp_path: Path) -> Path:
     path = tmp_path / "own.yaml"
     path.write_text(OWN)
     return path
@@ -58,10 +58,10 @@ def own(tmp_path: Path) -> Path:
 
 def row(config: Config, accuracy: float | None = 0.8, **over: Any) -> dict[str, Any]:
     """Return the summary that a run of this config would have."""
-    kept = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
+    selected = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
     return {
         "schema": 1,
-        **{key: getattr(config, key) for key in kept},
+        **{key: getattr(config, key) for key in selected},
         "compressor": repr(config.make_compressor()),
         "compressor_name": config.compressor,
         "test_accuracy": accuracy,
@@ -73,9 +73,9 @@ def row(config: Config, accuracy: float | None = 0.8, **over: Any) -> dict[str, 
     }
 
 
-def rows_of(path: Path, *found: dict[str, Any]) -> Path:
+def rows_of(path: Path, *result: dict[str, Any]) -> Path:
     """Write rows as somebody else's file."""
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(result))
     return path
 
 
@@ -95,9 +95,9 @@ def test_bundled_suites_say_all_that_a_reader_needs(name):
     assert suite.place.startswith(("Figure ", "Table "))
     for point in points:
         assert point.config.steps <= point.published.steps  # a laptop's budget
-        told = [n for n in (point.published.accuracy, point.published.top5) if n is not None]
-        assert told
-        assert all(0.5 < number < 1 for number in told)
+        message = [n for n in (point.published.accuracy, point.published.top5) if n is not None]
+        assert message
+        assert all(0.5 < number < 1 for number in message)
         assert point.published.source.startswith(suite.paper)
         assert Config.make(point.config.model_dump(exclude_unset=True)) == point.config
 
@@ -182,12 +182,12 @@ def test_top_5_stands_beside_its_published_number(tmp_path):
         for p, top5 in zip(points, (0.25, 0.5, None), strict=True)
     ]
     path = rows_of(tmp_path / "rows.json", *rows)
-    told = invoke("compare", path, "--suite", "terngrad-table3", "--format", "csv")
-    found = {
+    message = invoke("compare", path, "--suite", "terngrad-table3", "--format", "csv")
+    result = {
         line["workers"]: (line["test_top5"], line["published_top5"], line["published"])
-        for line in csv.DictReader(io.StringIO(told.out))
+        for line in csv.DictReader(io.StringIO(message.out))
     }
-    assert found == {
+    assert result == {
         "2": ("0.25", "0.8677", ""),
         "4": ("0.5", "0.8596", ""),
         "8": ("", "0.8647", ""),
@@ -216,7 +216,7 @@ def test_table_2_of_fft_sparsification():
 
 def test_a_run_of_a_suite_is_the_run_made_by_hand():
     for name in suites.names():
-        for point in {p.identity: p for p in suites.load(name).points()}.values():
+        for point in {p.entry: p for p in suites.load(name).points()}.values():
             (again,) = parse(configuration.command(point.config))
             assert again.hash == point.config.hash
     (hand,) = parse(
@@ -229,77 +229,77 @@ def test_a_run_of_a_suite_is_the_run_made_by_hand():
 # ---- choosing and changing -----------------------------------------------------------------------
 
 
-def test_budget_changes_all_else_chooses(own):
-    base = f"gcbench run --suite {own}"
+def test_budget_changes_all_else_chooses(local):
+    base = f"gcbench run --suite {local}"
     assert len(parse(base)) == 5
-    made = parse(f"{base} --steps 7 --seed 3,4 --workers 2 --compressor none,terngrad")
-    assert [(c.compressor, c.workers, c.steps, c.seed) for c in made] == [
+    created = parse(f"{base} --steps 7 --seed 3,4 --workers 2 --compressor none,terngrad")
+    assert [(c.compressor, c.workers, c.steps, c.seed) for c in created] == [
         *[("none", 2, 7, 3), ("none", 2, 7, 4), ("terngrad", 2, 7, 3), ("terngrad", 2, 7, 4)],
     ]
-    (made,) = parse(f"{base} --set ratio=0.5 --engine spawn --eval-every 0")
-    assert (made.options, made.engine, made.eval_every) == ({"ratio": 0.5}, "spawn", 0)
+    (created,) = parse(f"{base} --set ratio=0.5 --engine spawn --eval-every 0")
+    assert (created.options, created.engine, created.eval_every) == ({"ratio": 0.5}, "spawn", 0)
     assert len(parse(f"{base} --set clip=2.5")) == 2  # a field's default, too
     assert len(parse(f"{base} --batch 32 --network mlp")) == 5
-    (made,) = parse("gcbench run --suite fft-table2 --compressor qsgd --network resnet32")
-    assert made.options == {"levels": 3}
+    (created,) = parse("gcbench run --suite fft-table2 --compressor qsgd --network resnet32")
+    assert created.options == {"levels": 3}
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "output"),
     [
-        ("--workers 3", "suite 'own' has no run with 3, only with 2, 4; budget, engine and"),
+        ("--workers 3", "suite 'own' has no run with 3, only with 2, 4;"),
         ("--compressor none,topkk", "no run with topkk, only with none, terngrad, topk;"),
         ("--set ratoi=0.1", "unknown field of suite own: 'ratoi'. Did you mean 'ratio'?"),
         (
             "--set ratio=0.2",
             "--set ratio=0.2: suite 'own' has no run with 0.2, only with 0.1, 0.5;",
         ),
-        ("--workers 4 --compressor topk", "no run of suite 'own' has all of"),
+        ("--workers 4 --compressor topk", "no run of suite 'own' matches all of"),
         ("--lr 0.3", "--lr 0.3: suite 'own' has no run with 0.3, only with 0.1;"),
         ("--steps 0", "entry 1: steps=0"),
         ("--config x.yaml", "two files of settings"),
     ],
 )
-def test_what_a_suite_does_not_have(own, flags, said):
+def test_what_a_suite_does_not_have(local, flags, output):
     with pytest.raises(UsageError) as caught:
-        parse(f"gcbench run --suite {own} {flags}")
-    assert said in str(caught.value)
+        parse(f"gcbench run --suite {local} {flags}")
+    assert output in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "output"),
     [
-        ("published: 0.95", "published: 95", "entry 1, published: an accuracy is a fraction of 1"),
-        ("published: 0.95", "published: .nan", "fraction of 1, or null: nan came"),
+        ("published: 0.95", "published: 95", "entry 1, published: accuracy 95"),
+        ("published: 0.95", "published: .nan", "accuracy nan"),
         ("published: 0.95", "published: {2: 0.9}", "both or neither"),
-        ("4: null}", "4: 90}", "fraction of 1, or null: 90 came"),
-        ("by: workers", "by: compressor", "by 'compressor': a setting expected"),
-        ("by: workers", "by: steps", "by 'steps': a setting expected"),
-        ("title:", "titel:", "titel: no such key; known: config, differs, entries"),
+        ("4: null}", "4: 90}", "accuracy 90"),
+        ("by: workers", "by: compressor", "by 'compressor'"),
+        ("by: workers", "by: steps", "by 'steps'"),
+        ("title:", "titel:", "titel: unknown key; expected config, differs, entries"),
         (
             "place: fp32",
             "palce: fp32",
-            "palce: no such key; known: as_published, by, config, factors",
+            "palce: unknown key; expected as_published, by, config, factors",
         ),
         ("paper_steps: 400", "", "suite 'own', entry 1: paper_steps is missing"),
         ("paper_steps: 400", "paper_steps: 0", "paper_steps: input should be greater"),
         ("none, workers: 2", "nne, workers: 2", "entry 1: unknown compressor 'nne'. Did you mean"),
         ("lr: 0.1", "rate: 0.1", "entry 1: unknown setting 'rate'"),
-        ("lr: 0.1", "options: 3", "options: a mapping of fields expected, not 3"),
+        ("lr: 0.1", "options: 3", "options=3"),
         ("terngrad}\n    by: workers", "none}\n    by: workers", "entries 1 and 2 have the same"),
         ("entries:", "entries: []\nx:", "entries: list should have at least 1 item"),
-        ("title:", "name: x\ntitle:", "'name' is the file's own"),
-        ("title: mine", "5: mine", "the key 5: a name expected"),
+        ("title:", "name: x\ntitle:", "'name'"),
+        ("title: mine", "5: mine", "key 5"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, old, new, said):
+def test_files_that_are_wrong(tmp_path, old, new, output):
     path = tmp_path / "own.yaml"
     assert old in OWN
     path.write_text(OWN.replace(old, new, 1))
     with pytest.raises(UsageError) as caught:
         suites.load(str(path))
-    assert said in str(caught.value)
+    assert output in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -317,26 +317,26 @@ def compared(folder: Path, suite: Path | str, *words: str) -> Any:
     return invoke("compare", folder, "--suite", suite, *words)
 
 
-def test_the_published_number_stands_beside_ours(own, tmp_path):
-    none, tern, four, topk, _ = parse(f"gcbench run --suite {own}")
-    (longer,) = parse(f"gcbench run --suite {own} --compressor terngrad --workers 2 --steps 400")
+def test_the_published_number_stands_beside_ours(local, tmp_path):
+    none, tern, four, topk, _ = parse(f"gcbench run --suite {local}")
+    (longer,) = parse(f"gcbench run --suite {local} --compressor terngrad --workers 2 --steps 400")
     file = rows_of(
         tmp_path / "rows.json",
         *(row(none, 0.91), row(tern, 0.84), row(four, 0.7), row(topk, 0.4), row(longer, 0.93)),
     )
-    told = compared(file, own, "--json")
-    found = {(one["compressor_name"], one["workers"], one["steps"]): one for one in told.json}
-    one = found["terngrad", 2, 20]
+    message = compared(file, local, "--json")
+    result = {(one["compressor_name"], one["workers"], one["steps"]): one for one in message.json}
+    one = result["terngrad", 2, 20]
     assert (one["suite"], one["published"], one["published_steps"]) == ("own", 0.90, 400)
     assert one["published_difference"] == pytest.approx(-0.06)
     assert one["published_source"] == "A paper, Table 9"
     assert one["difference"] == pytest.approx(-0.07)  # from none, at equal budget
-    assert found["none", 2, 20]["published_source"] == "A paper, Table 9, fp32"
-    one = found["terngrad", 4, 20]
+    assert result["none", 2, 20]["published_source"] == "A paper, Table 9, fp32"
+    one = result["terngrad", 4, 20]
     assert (one["published"], one["published_difference"]) == (None, None)
-    assert found["topk", 2, 20]["published_steps"] == 20
+    assert result["topk", 2, 20]["published_steps"] == 20
 
-    text = compared(file, own, "--format", "markdown").out
+    text = compared(file, local, "--format", "markdown").out
     head, _, *lines = (line.split(" | ") for line in text.splitlines() if line.startswith("|"))
     place = head.index("published %")
     assert head[place + 1 : place + 3] == ["ours - published", "steps: ours / published"]
@@ -350,100 +350,100 @@ def test_the_published_number_stands_beside_ours(own, tmp_path):
     ]
     assert "§: trained for 5 % of the paper's steps." in text
     assert "published: A paper, Table 9. It has fewer steps." in text
-    latex = compared(file, own, "--format", "latex").out
+    latex = compared(file, local, "--format", "latex").out
     assert r"$-$6.00 \S{}" in latex
-    cell = next(csv.DictReader(io.StringIO(compared(file, own, "--format", "csv").out)))
+    cell = next(csv.DictReader(io.StringIO(compared(file, local, "--format", "csv").out)))
     assert (cell["published"], cell["published_steps"]) == ("0.95", "400")
 
 
-def test_without_a_suite_nothing_is_published(own, tmp_path):
-    file = rows_of(tmp_path / "rows.json", row(parse(f"gcbench run --suite {own}")[0]))
+def test_without_a_suite_nothing_is_published(local, tmp_path):
+    file = rows_of(tmp_path / "rows.json", row(parse(f"gcbench run --suite {local}")[0]))
     shown = invoke("compare", file, "--json")
     assert not any("published" in key or key == "suite" for key in shown.json[0])
     assert "published" not in invoke("compare", file).out
 
 
-def test_the_runs_that_nobody_made_are_named_with_their_command(own, tmp_path):
-    configs = parse(f"gcbench run --suite {own} --steps 7 --seed 3")
+def test_the_runs_that_nobody_made_are_named_with_their_command(local, tmp_path):
+    configs = parse(f"gcbench run --suite {local} --steps 7 --seed 3")
     file = rows_of(tmp_path / "rows.json", *map(row, configs[:2]))
-    told = compared(file, own).err.splitlines()
-    assert told == [
+    message = compared(file, local).err.splitlines()
+    assert message == [
         "3 of 5 runs of suite own not made yet",
         "  terngrad workers=4",
         "  topk ratio=[0.1,0.5] memory=none workers=2",
-        f"  make them with: gcbench run --suite {own} --compressor terngrad,topk "
+        f"  make them with: gcbench run --suite {local} --compressor terngrad,topk "
         "--steps 7 --seed 3",
     ]
-    missing = parse(told[-1].partition(": ")[2])
+    missing = parse(message[-1].partition(": ")[2])
     assert {c.hash for c in configs[2:]} <= {c.hash for c in missing}
-    assert compared(rows_of(file, *map(row, configs)), own).err == ""
-    usual = parse(f"gcbench run --suite {own}")[0]
-    command = compared(rows_of(file, row(usual)), own).err.splitlines()[-1]
+    assert compared(rows_of(file, *map(row, configs)), local).err == ""
+    usual = parse(f"gcbench run --suite {local}")[0]
+    command = compared(rows_of(file, row(usual)), local).err.splitlines()[-1]
     assert "--steps" not in command
     assert "--seed" not in command
     others = [{**row(config), "suite": "main/4"} for config in configs[:2]]  # with seeds of its own
     rows.write(shared := tmp_path / "rows.parquet", [{**row(usual), "suite": "own/1"}, *others])
-    command = compared(shared, own).err.splitlines()[-1]
+    command = compared(shared, local).err.splitlines()[-1]
     assert "--steps" not in command
     assert "--seed" not in command
 
 
-def match(suite: Path, *found: dict[str, Any]) -> list[float | None]:
+def match(suite: Path, *result: dict[str, Any]) -> list[float | None]:
     """Return what is published of each row, -1 for one that is of no entry."""
-    runs = load([rows_of(suite.parent / "rows.json", *found)])
+    runs = load([rows_of(suite.parent / "rows.json", *result)])
     beside = suite_match.beside(suites.load(str(suite)), runs)
-    known = beside.points
-    return [known[r.method].published.accuracy if r.method in known else -1 for r in runs]
+    expected = beside.points
+    return [expected[r.method].published.accuracy if r.method in expected else -1 for r in runs]
 
 
-def test_a_run_is_an_entry_by_what_the_suite_sets(own):
+def test_a_run_is_an_entry_by_what_the_suite_sets(local):
     """Budget, engine and machine are free; every other setting must be the entry's."""
-    none, tern, *_ = parse(f"gcbench run --suite {own}")
+    none, tern, *_ = parse(f"gcbench run --suite {local}")
     changed = [
         *({"steps": 9}, {"seed": 4}, {"engine": "spawn"}, {"threads": 3}, {"eval_every": 0}),
         *({"log_every": 3}, {"options": {"clip": 2.5}}, {"task_options": {"network": "mlp"}}),
     ]
     same = [Config.make({**tern.model_dump(), **change}) for change in changed]
-    assert match(own, row(none), *map(row, same)) == [0.95] + [0.90] * len(same)
+    assert match(local, row(none), *map(row, same)) == [0.95] + [0.90] * len(same)
     other = [
         *({"lr": 0.2}, {"batch": 64}, {"workers": 8}, {"options": {"clip": 2.0}}, {"delay": 1}),
         *({"task_options": {"network": "conv"}}, {"dense_last": True}, {"compressor": "qsgd"}),
         *({"collective": "allgather"}, {"memory": "forced-residual"}, {"momentum": 0.5}),
     ]
     for change in other:
-        given = {**tern.model_dump(), **change}
-        if given["compressor"] != "terngrad":
-            given["collective"] = "auto"
-        assert match(own, row(none), row(Config.make(given))) == [0.95, -1], change
+        settings = {**tern.model_dump(), **change}
+        if settings["compressor"] != "terngrad":
+            settings["collective"] = "auto"
+        assert match(local, row(none), row(Config.make(settings))) == [0.95, -1], change
     by_step = Config.make({**tern.model_dump(), "options": {"clip": {0: 2.0, 5: 2.5}}})
     late = row(by_step) | {"compressor": repr(by_step.make_compressor(5))}
-    assert match(own, row(none), late) == [0.95, -1]
+    assert match(local, row(none), late) == [0.95, -1]
 
 
-def test_a_row_must_tell_what_the_suite_sets(own):
-    none, tern, _, topk, _ = parse(f"gcbench run --suite {own}")
+def test_a_row_must_tell_what_the_suite_sets(local):
+    none, tern, _, topk, _ = parse(f"gcbench run --suite {local}")
     short = row(tern)
     for key in ("ema", "schedule", "weight_decay"):
         del short["config"][key]
-    assert match(own, row(none), short) == [0.95, 0.90]
+    assert match(local, row(none), short) == [0.95, 0.90]
     silent = row(tern)
     del silent["config"]["lr"]
-    assert match(own, row(none), silent) == [0.95, -1]
+    assert match(local, row(none), silent) == [0.95, -1]
     older = row(topk, compressor="TopK(ratio=0.1)")  # from before the other fields
-    assert match(own, row(none), older) == [0.95, 0.5]
+    assert match(local, row(none), older) == [0.95, 0.5]
     silent = row(topk, compressor="TopK(positions='smallest')")
     silent["config"]["options"] = {}
-    assert match(own, row(none), silent) == [0.95, -1]
+    assert match(local, row(none), silent) == [0.95, -1]
     more = row(tern, compressor="TernGrad(clip=2.5, more=1)")  # a field that ours has not
-    assert match(own, row(none), more) == [0.95, -1]
+    assert match(local, row(none), more) == [0.95, -1]
 
 
-def test_runs_of_no_suite_are_refused(own, tmp_path):
+def test_runs_of_no_suite_are_refused(local, tmp_path):
     other = rows_of(tmp_path / "rows.json", row(Config.make({"task": "quadratic"}), None))
-    refused = compared(other, own)
+    refused = compared(other, local)
     assert refused.code == 2
     assert "no run here is one of suite own (1 read); make them with" in refused.err
-    assert f"`gcbench run --suite {own}`" in refused.err
+    assert f"`gcbench run --suite {local}`" in refused.err
     assert invoke("compare", other, "--suite", "none").code == 2
 
 
@@ -463,50 +463,52 @@ def figure3(folder: Path) -> Path:
 def test_stored_rows_are_entries_of_a_suite(tmp_path):
     """Rows with other steps than the paper's stand beside its numbers."""
     shown = compared(figure3(tmp_path), "terngrad-figure3", "--json")
-    known = {(one["compressor_name"], one["workers"]): one["published"] for one in shown.json}
-    assert known == {
+    expected = {(one["compressor_name"], one["workers"]): one["published"] for one in shown.json}
+    assert expected == {
         ("none", 2): 0.9920,
         **{("terngrad", n): MOMENTUM[n] for n in (2, 16)},
     }
 
 
-def test_rows_of_another_version_of_a_file_of_mine_are_left_out(own, tmp_path):
+def test_rows_of_another_version_of_a_file_of_mine_are_left_out(local, tmp_path):
     """The version in a user's own file counts as that of a bundled suite does."""
-    configs = [c for c in parse(f"gcbench run --suite {own} --seed 0,1") if c.compressor == "none"]
+    configs = [
+        c for c in parse(f"gcbench run --suite {local} --seed 0,1") if c.compressor == "none"
+    ]
     file = tmp_path / "rows.parquet"
     for config, accuracy, version in zip(configs, (0.6, 0.8), (1, 2), strict=True):
         rows.add(
             file, rows.row(row(config, accuracy, config_hash=config.hash), [], f"own/{version}")
         )
-    first = compared(file, own, "--json")
+    first = compared(file, local, "--json")
     assert [(one["n"], one["mean"]) for one in first.json] == [(1, 0.6)]
     assert "1 rows of version 2 of suite own left out: it is version 1 here" in first.err
-    own.write_text(OWN.replace("title:", "version: 2\ntitle:"))
-    assert [one["mean"] for one in compared(file, own, "--json").json] == [0.8]
-    page = invoke("report", file, "--suite", own, "--output", tmp_path / "page.html")
+    local.write_text(OWN.replace("title:", "version: 2\ntitle:"))
+    assert [one["mean"] for one in compared(file, local, "--json").json] == [0.8]
+    page = invoke("report", file, "--suite", local, "--output", tmp_path / "page.html")
     assert "1 rows of version 1 of suite own left out" in page.err
 
 
-def test_where_and_by_work_on_a_suite(own, tmp_path):
-    file = rows_of(tmp_path / "rows.json", *map(row, parse(f"gcbench run --suite {own}")))
-    told = compared(file, own, "--where", "workers=4", "--json")
-    assert [one["workers"] for one in told.json] == [4]
-    assert "workers=4, " in compared(file, own, "--by", "workers").out
+def test_where_and_by_work_on_a_suite(local, tmp_path):
+    file = rows_of(tmp_path / "rows.json", *map(row, parse(f"gcbench run --suite {local}")))
+    message = compared(file, local, "--where", "workers=4", "--json")
+    assert [one["workers"] for one in message.json] == [4]
+    assert "workers=4, " in compared(file, local, "--by", "workers").out
 
 
 # ---- the other commands --------------------------------------------------------------------------
 
 
-def test_run_and_compare_a_suite_for_real(own, tmp_path):
-    flags = ["--suite", own, "--workers", "2", "--compressor", "none,terngrad"]
+def test_run_and_compare_a_suite_for_real(local, tmp_path):
+    flags = ["--suite", local, "--workers", "2", "--compressor", "none,terngrad"]
     results = ["--results", tmp_path / "runs", "--progress", "none"]
     done = invoke("run", *flags, "--steps", "2", *results, "--json")
     assert [one["steps"] for one in done.json] == [2, 2]
-    assert f"gcbench compare {tmp_path / 'runs'} --suite {own}" in done.err
+    assert f"gcbench compare {tmp_path / 'runs'} --suite {local}" in done.err
     hand = ["--compressor", "terngrad", "--batch", "32", "--lr", "0.1", "--workers", "2"]
     assert "skipped" in invoke("run", *hand, "--steps", "2", *results).err
-    told = compared(tmp_path / "runs", own, "--json")
-    assert [(one["published"], one["steps"]) for one in told.json] == [(0.95, 2), (0.90, 2)]
+    message = compared(tmp_path / "runs", local, "--json")
+    assert [(one["published"], one["steps"]) for one in message.json] == [(0.95, 2), (0.90, 2)]
 
 
 def test_list_suites():
@@ -536,11 +538,11 @@ def test_the_report_has_a_section_of_a_suite(tmp_path):
     assert "99.22" not in page.read_text()
 
 
-def test_a_suite_is_for_the_runner_a_list_of_configs(own, monkeypatch):
+def test_a_suite_is_for_the_runner_a_list_of_configs(local, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(Runner, "all", lambda self, configs, json: seen.append(list(configs)))
-    invoke("run", "--suite", own, "--results", own.parent)
-    assert seen == [suites.load(str(own)).configs({})]
+    invoke("run", "--suite", local, "--results", local.parent)
+    assert seen == [suites.load(str(local)).configs({})]
     assert all("suite" not in config.model_dump() for config in seen[0])
 
 
@@ -570,9 +572,9 @@ def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch
     pairs = zip(torch.split(x, segments.lengths), limits, strict=True)
     torch.testing.assert_close(clipped, torch.cat([t.clamp(-c, c) for t, c in pairs]))
     assert (clipped != x).any()
-    made = rows.read(path := Path("results/controls/clipping.parquet"))
-    assert {row["seed"] for row in made} == {p.config.seed for p in points} | {100}
-    for row in made:
+    created = rows.read(path := Path("results/controls/clipping.parquet"))
+    assert {row["seed"] for row in created} == {p.config.seed for p in points} | {100}
+    for row in created:
         config = Config.model_validate(row["config"])
         assert config.hash == row["config_hash"]
         stored = row["provenance"] | {"plugins": configuration.plugins(config)}

@@ -20,16 +20,16 @@ from gcbench.training.train import Options, Trainer
 
 @pytest.fixture
 def trainer(simulated, tmp_path):
-    def make(**given) -> Trainer:
-        config = Config.make({"task": "digits", "compressor": "none", **given})
-        data_dir = given.get("data_dir")
+    def make(**settings) -> Trainer:
+        config = Config.make({"task": "digits", "compressor": "none", **settings})
+        data_dir = settings.get("data_dir")
         return Trainer(config, simulated(config.workers), Run(tmp_path), Options(data_dir))
 
     return make
 
 
-def fit(tmp_path: Path, data_dir: Path | None = None, **given) -> dict:
-    config = Config.make(given)
+def fit(tmp_path: Path, data_dir: Path | None = None, **settings) -> dict:
+    config = Config.make(settings)
     world = SimulatedWorld(config.workers, torch.device("cpu"), None, 1, 2)
     run = Run(tmp_path / config.run_name)
     run.create()
@@ -41,14 +41,14 @@ def fit(tmp_path: Path, data_dir: Path | None = None, **given) -> dict:
 
 def test_workers_share_out_every_epoch(trainer):
     """In an epoch no example is seen twice, by any worker; the next epoch has another order."""
-    made = trainer(batch=64, workers=4)
-    per_epoch = len(made.train) // 64
+    created = trainer(batch=64, workers=4)
+    per_epoch = len(created.train) // 64
     epochs = []
     for epoch in range(2):
         seen = []
         for step in range(per_epoch):
-            made.step = epoch * per_epoch + step
-            seen += [made._indices(rank) for rank in range(4)]
+            created.step = epoch * per_epoch + step
+            seen += [created._indices(rank) for rank in range(4)]
         flat = torch.cat(seen)
         assert len(flat) == per_epoch * 64
         assert len(flat.unique()) == len(flat)
@@ -59,20 +59,20 @@ def test_workers_share_out_every_epoch(trainer):
 def test_the_mean_of_workers_is_the_gradient_of_the_batch(trainer):
     """Four workers of 16 and one of 64 take the same step, to rounding."""
     four, alone = trainer(workers=4, batch=64), trainer(workers=1, batch=64)
-    for made in (four, alone):
+    for created in (four, alone):
         for _ in range(5):
-            made.train_step()
+            created.train_step()
     for a, b in zip(four.parameters, alone.parameters, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_sgd_step_by_hand(trainer):
-    made = trainer(lr=0.5, momentum=0.0, schedule="constant", weight_decay=0.0, ema=0.0)
-    before = [p.detach().clone() for p in made.parameters]
-    buckets, _ = made._gradients()
-    made.train_step()
-    mean = torch.stack(buckets).mean(0).split(made.sizes)
-    for old, gradient, new in zip(before, mean, made.parameters, strict=True):
+    created = trainer(lr=0.5, momentum=0.0, schedule="constant", weight_decay=0.0, ema=0.0)
+    before = [p.detach().clone() for p in created.parameters]
+    buckets, _ = created._gradients()
+    created.train_step()
+    mean = torch.stack(buckets).mean(0).split(created.sizes)
+    for old, gradient, new in zip(before, mean, created.parameters, strict=True):
         torch.testing.assert_close(new.detach(), old - 0.5 * gradient.view_as(old))
 
 
@@ -83,7 +83,7 @@ def test_decay_in_the_loss_is_compressed_and_in_the_update_is_not(trainer, monke
     plain = trainer(weight_decay=0.0)
     loss = trainer(weight_decay=0.1, decay="loss")
     update = trainer(weight_decay=0.1, decay="update")
-    buckets = [made._gradients()[0][0] for made in (plain, loss, update)]
+    buckets = [created._gradients()[0][0] for created in (plain, loss, update)]
     weights = torch.cat(
         [
             p.detach().view(-1) * name.endswith("weight")
@@ -92,23 +92,23 @@ def test_decay_in_the_loss_is_compressed_and_in_the_update_is_not(trainer, monke
     )
     torch.testing.assert_close(buckets[1], buckets[0] + 0.1 * weights)
     assert torch.equal(buckets[2], buckets[0])
-    for made in (loss, update):
+    for created in (loss, update):
         for _ in range(3):
-            made.train_step()
+            created.train_step()
     for a, b in zip(loss.parameters, update.parameters, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_moving_average_by_hand(trainer):
-    made = trainer(ema=0.9, workers=1)
-    average = [p.detach().clone() for p in made.parameters]
+    created = trainer(ema=0.9, workers=1)
+    average = [p.detach().clone() for p in created.parameters]
     for t in range(30):
-        made.train_step()
+        created.train_step()
         decay = min(0.9, (1 + t) / (10 + t))
         average = [
-            decay * a + (1 - decay) * p for a, p in zip(average, made.parameters, strict=True)
+            decay * a + (1 - decay) * p for a, p in zip(average, created.parameters, strict=True)
         ]
-    for a, b in zip(average, made.ema, strict=True):
+    for a, b in zip(average, created.ema, strict=True):
         torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-6)
 
 
@@ -161,8 +161,8 @@ def test_quadratic_goes_to_its_known_minimum(tmp_path):
 
 
 def test_real_mnist_is_learnt(tmp_path, real_data):
-    given = {"task": "mnist", "workers": 2, "steps": 60}
-    summary = fit(tmp_path, real_data, compressor="terngrad", **given)
+    settings = {"task": "mnist", "workers": 2, "steps": 60}
+    summary = fit(tmp_path, real_data, compressor="terngrad", **settings)
     assert summary["params"] == 1_256_080
     assert summary["test_accuracy"] > 0.85
     assert summary["payload_ratio_up"] == pytest.approx(16, abs=0.01)
@@ -172,14 +172,14 @@ def test_real_mnist_is_learnt(tmp_path, real_data):
 # ---- schedules, late and dense steps, broadcasts, memories ---------------------------------------
 
 
-def parameters(made: Trainer) -> torch.Tensor:
-    return torch.cat([p.detach().view(-1) for p in made.parameters])
+def parameters(created: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().view(-1) for p in created.parameters])
 
 
-def take(made: Trainer, steps: int) -> torch.Tensor:
+def take(created: Trainer, steps: int) -> torch.Tensor:
     for _ in range(steps):
-        made.train_step()
-    return parameters(made)
+        created.train_step()
+    return parameters(created)
 
 
 def test_dense_steps_come_first(trainer):
@@ -201,7 +201,7 @@ def test_a_schedule_changes_the_compressor_at_its_step(trainer):
     assert repr(both.compressor).startswith("TernGrad(clip=0.0")  # the one that it ends with
     assert both.exchange.lanes[0].compressor.clip == 0.0
     ranks = trainer(compressor="powersgd", options={"rank": {0: 1, 2: 3}}, steps=4, workers=2)
-    assert torch.isfinite(take(ranks, 4)).all()  # a state of rank 1 is no start for rank 3
+    assert torch.isfinite(take(ranks, 4)).all()  # a state of rank 1 cannot start rank 3
     groups = trainer(compressor="terngrad", options={"granularity": {0: "tensor", 2: 512}}, steps=8)
     take(groups, 2)
     segments = len(groups.exchange.lanes[0].segments)
@@ -211,33 +211,33 @@ def test_a_schedule_changes_the_compressor_at_its_step(trainer):
 
 def test_a_late_mean_is_applied_one_step_later(trainer):
     """x_{t+1} = x_t - lr_t mean_{t-1}, with mean_t computed at x_t; the last step applies both."""
-    made = trainer(delay=1, steps=4, lr=0.5, schedule="poly", momentum=0.0, weight_decay=0.0)
-    means, expected = [], parameters(made)
+    created = trainer(delay=1, steps=4, lr=0.5, schedule="poly", momentum=0.0, weight_decay=0.0)
+    means, expected = [], parameters(created)
     for step in range(4):
-        torch.testing.assert_close(parameters(made), expected)
-        buckets, _ = made._gradients()
+        torch.testing.assert_close(parameters(created), expected)
+        buckets, _ = created._gradients()
         means.append(torch.stack(buckets).mean(0))
-        made.train_step()
+        created.train_step()
         due = means[step - 1 : step] + (means[step:] if step == 3 else [])
         for mean in due:
-            expected = expected - made.config.lr_at(step) * mean
-    torch.testing.assert_close(parameters(made), expected)
+            expected = expected - created.config.lr_at(step) * mean
+    torch.testing.assert_close(parameters(created), expected)
 
 
 def test_residuals_follow_the_rate_that_a_mean_is_applied_with(trainer):
     """With a delay that is the next step's rate; the last step's mean is applied at once."""
     for delay, ahead in ((0, [0, 1, 2]), (1, [1, 2, 2])):
-        made = trainer(compressor="onebit", delay=delay, steps=3, schedule="poly")
+        created = trainer(compressor="onebit", delay=delay, steps=3, schedule="poly")
         for step in ahead:
-            made.train_step()
-            assert made.exchange.lr == made.config.lr_at(step)
+            created.train_step()
+            assert created.exchange.lr == created.config.lr_at(step)
 
 
 def test_dense_tensors_have_the_memory_of_dense_tensors(trainer):
-    made = trainer(compressor="topk", memory="dgc", dense_below=200, steps=3)
-    assert [lane.memory for lane in made.exchange.lanes] == [Dgc(), Dgc(masking=False)]
-    made = trainer(compressor="topk", dense_below=200, steps=3)
-    assert [lane.memory for lane in made.exchange.lanes] == [Residual(), Memory()]
+    created = trainer(compressor="topk", memory="dgc", dense_below=200, steps=3)
+    assert [lane.memory for lane in created.exchange.lanes] == [Dgc(), Dgc(masking=False)]
+    created = trainer(compressor="topk", dense_below=200, steps=3)
+    assert [lane.memory for lane in created.exchange.lanes] == [Residual(), Memory()]
 
 
 @pytest.mark.parametrize(
@@ -245,23 +245,23 @@ def test_dense_tensors_have_the_memory_of_dense_tensors(trainer):
 )
 def test_dense_steps_under_dgc_are_momentum(trainer, dense):
     """Until the first sparse step it is SGD with momentum; from then on what is carried goes on."""
-    made = trainer(compressor="topk", memory="dgc", steps=8, **dense)
+    created = trainer(compressor="topk", memory="dgc", steps=8, **dense)
     plain = trainer(compressor="none", momentum=0.9, steps=8)
-    torch.testing.assert_close(take(made, 6), take(plain, 6))
-    assert made.exchange.lanes[0].memory == Dgc(masking=False)
-    velocity = made.exchange.workers[0][0]["velocity"].clone()
+    torch.testing.assert_close(take(created, 6), take(plain, 6))
+    assert created.exchange.lanes[0].memory == Dgc(masking=False)
+    velocity = created.exchange.workers[0][0]["velocity"].clone()
     assert bool(velocity.any())
-    made.train_step()
-    assert made.exchange.lanes[0].memory == Dgc()
-    assert bool((made.exchange.workers[0][0]["velocity"] == 0).any())
+    created.train_step()
+    assert created.exchange.lanes[0].memory == Dgc()
+    assert bool((created.exchange.workers[0][0]["velocity"] == 0).any())
 
 
 def test_a_residual_begins_where_dense_steps_end(trainer):
-    made = trainer(compressor="topk", start_step=3, steps=5)
-    take(made, 3)
-    assert not made.exchange.workers[0][0]
-    made.train_step()
-    assert bool(made.exchange.workers[0][0]["residual"].any())
+    created = trainer(compressor="topk", start_step=3, steps=5)
+    take(created, 3)
+    assert not created.exchange.workers[0][0]
+    created.train_step()
+    assert bool(created.exchange.workers[0][0]["residual"].any())
 
 
 def test_broadcast_parameters_cost_their_bytes(trainer):
@@ -303,13 +303,13 @@ def test_what_is_carried_is_in_the_checkpoint(tmp_path, simulated, recipe):
         run = Run(tmp_path / str(len(stops)))
         run.create()
         for at in (*stops, 9):
-            made = Trainer(config, simulated(3), run, Options(checkpoint_seconds=1e9))
+            created = Trainer(config, simulated(3), run, Options(checkpoint_seconds=1e9))
             if at < 9:
                 with pytest.raises(Interrupted):
-                    made.fit(lambda made=made, at=at: made.step == at)
+                    created.fit(lambda trainer=created, at=at: trainer.step == at)
             else:
-                made.fit()
-        digests.append(made.parameter_hash())
-        for states in made.exchange.workers:
+                created.fit()
+        digests.append(created.parameter_hash())
+        for states in created.exchange.workers:
             assert all(bool(value.any()) for value in states[0].values())
     assert digests[0] == digests[1]

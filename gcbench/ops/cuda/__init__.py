@@ -1,25 +1,24 @@
-"""The CUDA kernels: one module a family, each the host code of one `cuda/<family>.cu`.
+"""The CUDA kernels: one module per family, the host code of `cuda/<family>.cu`.
 
 To add a family:
 
-1. Write `cuda/<family>.cu` over the element codecs of `cuda/*.cuh`: `extern "C" __global__`
-   functions, formula and bytes per element in the header, 64-bit indices, `random.cu` as model.
-   It is found by its name, here and in the tests; there is no list of kernels to keep.
-2. Write its host code in `gcbench/ops/cuda/<family>.py`: for each operation a function of the
-   operation's arguments, which are already checked, and its outputs, which are already allocated.
-   It allocates scratch buffers, computes the grid and calls
+1. Write `cuda/<family>.cu` with the element codecs of `cuda/*.cuh`: `extern "C" __global__`
+   functions, formula and bytes per element in the header, 64-bit indices; see `random.cu`. Files
+   are located by name, here and in the tests.
+2. Write its host code in `gcbench/ops/cuda/<family>.py`: per operation a function of the checked
+   arguments and allocated outputs. It allocates scratch buffers, computes the grid and calls
    `launcher(x.device).launch("<family>", "<kernel>", grid, block, args)`, once or several times.
-   Kernel arguments are contiguous tensors, None (a null pointer), numbers of a stated C type
+   Kernel arguments are contiguous tensors, None (a null pointer), numbers of an explicit C type
    (`i64(n)`), or a `ctypes.Structure` with the kernel's layout (`KeyArgument.of(key)`). The
-   function must not wait for the device: a kernel records a fault in a flag, which is returned.
+   function must not wait for the device: a kernel records an error in a flag, which is returned.
    The module ends with its `KERNELS`.
-3. Name the module in `FAMILIES` below.
+3. Add the module to `FAMILIES` below.
 4. Write its test inputs in `tests/kernel_cases/<family>.py`, unless the CPU kernels have them.
-   `tests/ops/test_kernels.py` then runs every operation in `KERNELS` on the CPU stand-in of
-   `tests/cusim` (and on a GPU if there is one) and compares with plain torch;
+   `tests/ops/test_kernels.py` then runs every operation in `KERNELS` on the CPU emulator of
+   `tests/cusim` (and on a GPU if there is one) and compares it with plain torch;
    `tests/ops/test_cuda.py` compiles the file for all architectures.
 
-The modules import torch alone; cuda-core is imported when the first kernel is launched.
+The modules import only torch; cuda-core is imported when the first kernel is launched.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 
 def _version(*distributions: str) -> str | None:
-    """Return the version of the first of `distributions` that is installed."""
+    """Return the version of the first installed distribution, or None."""
     for name in distributions:
         try:
             return metadata.version(name)
@@ -81,22 +80,22 @@ def _driver() -> str:
 
 
 def _missing() -> str | None:
-    """Return why the kernels cannot run here, None if they can."""
+    """Return the reason why the kernels cannot run here, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no usable NVIDIA GPU"
+        return f"torch {torch.__version__} detects no usable NVIDIA GPU"
     if _version("cuda-core") is None:
         return f"cuda-core is not installed: {INSTALL}"
     if importlib.util.find_spec("cuda.bindings") is None:
-        return f"cuda-bindings is not installed, which CUDA builds of torch bring: {INSTALL}"
+        return f"cuda-bindings, a part of CUDA builds of torch, is not installed: {INSTALL}"
     return None
 
 
 def status() -> tuple[bool, str]:
-    """Return whether the kernels can be used here, and what they are or why not.
+    """Return whether the kernels can be used here, and a description or the reason.
 
-    It imports nothing of CUDA beyond torch, compiles nothing and raises nothing.
+    It imports only torch, compiles nothing and never raises.
     """
     try:
         missing = _missing()
@@ -110,14 +109,14 @@ def status() -> tuple[bool, str]:
             f"cuda-core {_version('cuda-core')}, NVRTC {nvrtc}"
         )
     except Exception as error:  # a broken driver must not stop a listing of the backends
-        return False, f"CUDA fails here: {type(error).__name__}: {error}"
+        return False, f"CUDA fails on this machine: {type(error).__name__}: {error}"
 
 
 def warm(device: torch.device | str = "cuda", families: Sequence[str] = ()) -> None:
-    """Compile and load the kernels of `families` (file names without `.cu`), by default of all.
+    """Compile and load the kernels of `families` (file names without `.cu`), by default all.
 
-    Otherwise the first launch of a family does so. Call this before a CUDA graph is captured, as
-    nothing can be loaded during the capture.
+    Otherwise the first launch of a family loads it, which is impossible while a CUDA graph is
+    captured.
 
     Raises:
         GcbenchError: cuda-core or NVRTC is missing, or a kernel cannot be loaded.

@@ -1,7 +1,7 @@
 """CUDA kernels compiled at run time by NVRTC, through cuda-core, and cached on disk.
 
-The target is a cubin for one architecture, so that compiling needs neither a driver nor a GPU, and
-the driver has nothing left to compile. cuda-core is imported when something is compiled.
+The target is a cubin for one architecture, so compiling needs neither driver nor GPU, and loading
+compiles nothing. cuda-core is imported when something is compiled.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ INSTALL = "pip install 'gcbench[cuda]'"
 
 OPTIONS: dict[str, Any] = {
     "std": "c++17",
-    "fma": False,  # no contraction, even if a kernel breaks the rules of common.cuh
+    "fma": False,  # no contraction, even if a kernel violates the rules of common.cuh
     "ftz": False,
     "prec_div": True,
     "prec_sqrt": True,
 }
-"""Arguments of `cuda.core.ProgramOptions`, with every one that affects floating-point results."""
+"""Arguments of `cuda.core.ProgramOptions`, including all that affect floating-point results."""
 
 _DIGEST = hashlib.sha256().digest_size
 _warned = False
 
 
 class CompileError(GcbenchError):
-    """NVRTC refuses a kernel file (the message has its log), or is not installed."""
+    """NVRTC rejects a kernel file (the message has its log), or is not installed."""
 
 
 class Compiled(NamedTuple):
@@ -44,7 +44,7 @@ class Compiled(NamedTuple):
 
     cubin: bytes
     log: str
-    """ptxas' report on registers and spills, if it was asked for; else empty."""
+    """ptxas' report on registers and spills if requested, else empty."""
 
 
 def _core() -> Any:
@@ -66,26 +66,28 @@ def nvrtc_version() -> tuple[int, int]:
         code, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise CompileError(
-            f"NVRTC cannot be loaded ({error}): it comes with CUDA builds of torch, or by "
+            f"NVRTC cannot be loaded ({error}): install a CUDA build of torch, or "
             "pip install cuda-bindings nvidia-cuda-nvrtc"
         ) from error
     if int(code):
-        raise CompileError(f"NVRTC does not tell its version: {code}")
+        raise CompileError(f"NVRTC does not report its version: {code}")
     return int(major), int(minor)
 
 
 def _path(family: str) -> Path:
     path = kernel_sources() / f"{family}.cu"
     if not path.is_file():
-        known = ", ".join(cuda_families())
-        raise CompileError(f"no kernel file {family}.cu in {path.parent}: there are {known}")
+        choices = ", ".join(cuda_families())
+        raise CompileError(
+            f"no kernel file {family}.cu in {path.parent}: expected one of {choices}"
+        )
     return path
 
 
 def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled:
     """Compile `<family>.cu` for `arch` ("sm_90"), without the cache.
 
-    With `verbose` the log says how many registers and spilled bytes each kernel has.
+    With `verbose` the log contains the registers and spilled bytes of each kernel.
 
     Raises:
         CompileError: the family is unknown, the source has an error, this NVRTC does not know the
@@ -105,7 +107,7 @@ def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled
         program = core.Program(path.read_text(), "c++", options)
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # cuda-core's own exceptions, which contain NVRTC's log
-        raise CompileError(f"{path.name} does not compile for {arch}: {error}") from error
+        raise CompileError(f"{path.name} cannot be compiled for {arch}: {error}") from error
     return Compiled(cubin, log.getvalue())
 
 
@@ -119,20 +121,20 @@ def cache_folder() -> Path:
 def _key(family: str, arch: str) -> str:
     """Return the file name of a compiled family, with a hash of sources, options and versions."""
     path = _path(family)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for piece in (arch, repr(sorted(OPTIONS.items())), repr(nvrtc_version())):
-        found.update(piece.encode() + b"\0")
+        digest.update(piece.encode() + b"\0")
     for source in (path, *sorted(path.parent.glob("*.cuh"))):
         text = source.read_bytes()
-        found.update(f"{source.name} {len(text)}\0".encode() + text)
-    return f"{family}-{arch}-{found.hexdigest()[:32]}.cubin"
+        digest.update(f"{source.name} {len(text)}\0".encode() + text)
+    return f"{family}-{arch}-{digest.hexdigest()[:32]}.cubin"
 
 
 def cached_cubin(family: str, arch: str) -> bytes:
-    """Return `<family>.cu` compiled for `arch`, from the cache on disk if it is there.
+    """Return `<family>.cu` compiled for `arch`, from the cache on disk if possible.
 
-    A truncated or altered cache entry is compiled again. If the cache cannot be written, a
-    RuntimeWarning says so once, and every process compiles for itself.
+    A truncated or altered cache entry is compiled again. If the cache cannot be written, there is
+    one RuntimeWarning, and every process compiles separately.
 
     Raises:
         CompileError: see `compile_family`.
@@ -151,7 +153,7 @@ def cached_cubin(family: str, arch: str) -> bytes:
 
 
 def _store(folder: Path, name: str, entry: bytes) -> None:
-    """Write a cache entry atomically, also if other processes write it at the same time."""
+    """Write a cache entry atomically, even with concurrent writers."""
     global _warned
     part = None
     try:
@@ -166,8 +168,8 @@ def _store(folder: Path, name: str, entry: bytes) -> None:
         if not _warned:
             _warned = True
             warnings.warn(
-                f"compiled kernels cannot be kept in {folder} ({error}): every process compiles "
-                "them again; another folder can be named with GCBENCH_CACHE",
+                f"compiled kernels cannot be stored in {folder} ({error}), so every process "
+                "compiles them again; set another folder with GCBENCH_CACHE",
                 RuntimeWarning,
                 stacklevel=3,
             )

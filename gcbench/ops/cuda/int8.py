@@ -1,4 +1,4 @@
-"""Host code of blocks.cu."""
+"""Host code of int8.cu."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gcbench.ops.dispatch import Flag, Kernel
 def encode(
     x: Tensor, segments: Segments, stochastic: bool, key: Key, codes: Tensor, scales: Tensor
 ) -> None:
-    """Serve `int8.encode`; if all segments are short, one kernel reads them once."""
+    """Run `int8.encode`; if all segments are short, one kernel reads them once."""
     n, m, argument, device = segments.numel, len(segments), KeyArgument.of(key), x.device
     if not m:
         return
     run, table, random = launcher(device).launch, tables.table(segments, device), i32(stochastic)
     if tables.longest(segments) <= tables.SHORT:
         fused = (x, table, i64(m), random, argument, codes, scales)
-        run("blocks", "int8_blocks", tables.grid(m), tables.THREADS, fused)
+        run("int8", "int8_blocks", tables.grid(m), tables.THREADS, fused)
         return
     statistics.absmax(x, segments, scales)
     args = (x, i64(n), table, i64(m), scales, random, argument, codes)
-    run("blocks", "int8_encode", tables.grid(tables.tiles_of(n)), tables.THREADS, args)
-    run("blocks", "int8_scales", blocks_for(m, tables.THREADS), tables.THREADS, (scales, i64(m)))
+    run("int8", "int8_encode", tables.grid(tables.tiles_of(n)), tables.THREADS, args)
+    run("int8", "int8_scales", blocks_for(m, tables.THREADS), tables.THREADS, (scales, i64(m)))
 
 
 def decode(
@@ -38,14 +38,14 @@ def decode(
     count: float,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `int8.decode`."""
+    """Run `int8.decode`."""
     n, m, device = segments.numel, len(segments), scales.device
     if not m:
         return None
     bad, table = tables.flag(device), tables.table(segments, device)
     args = (codes, scales, i64(n), table, i64(m), onto, f32(count), out, bad)
     grid = max(1, tables.grid(tables.tiles_of(n)))
-    launcher(device).launch("blocks", "int8_decode", grid, tables.THREADS, args)
+    launcher(device).launch("int8", "int8_decode", grid, tables.THREADS, args)
     return Flag(bad)
 
 
@@ -57,7 +57,7 @@ def mean(
     segments: Segments,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `int8.mean`."""
+    """Run `int8.mean`."""
     n, m, device = segments.numel, len(segments), out.device
     if not m:
         return None
@@ -65,7 +65,7 @@ def mean(
     grid = max(1, tables.grid(tables.tiles_of(n)))
     for part, divisor in tables.segment_summands(codes, None, scales, counts):
         args = (part, i64(n), table, i64(m), before, divisor, out, bad)
-        launcher(device).launch("blocks", "int8_mean", grid, tables.THREADS, args)
+        launcher(device).launch("int8", "int8_mean", grid, tables.THREADS, args)
         before = out
     return Flag(bad)
 

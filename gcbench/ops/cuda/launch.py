@@ -1,8 +1,8 @@
-"""Kernel launches behind one interface: on a CUDA device, or on a stand-in of the tests.
+"""Kernel launches on a CUDA device, or on the emulator of the tests.
 
-The host code of an operation gets the launcher of its tensors' device from `launcher(device)`, and
-calls `launch` with the arguments that `cuLaunchKernel` takes. It does not depend on the kind of
-launcher, so the tests run the same host code as a GPU.
+The host code of an operation obtains the launcher of its tensors' device from `launcher(device)`
+and calls `launch` with the arguments of `cuLaunchKernel`. It does not depend on the kind of
+launcher, so tests run the same host code as a GPU.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _BY_VALUE = (ctypes.Structure, f32, f64, i32, i64, u32, u64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_THREADS = 1024
 MAX_SHARED = 48 * 1024
-"""Bytes of dynamic shared memory that every device allows without a function attribute."""
+"""Bytes of dynamic shared memory that every device supports without a function attribute."""
 
 
 class LaunchError(GcbenchError):
-    """A launch with invalid arguments, or one that the driver refuses."""
+    """A launch with invalid arguments, or one that the driver rejects."""
 
 
 class KeyArgument(ctypes.Structure):
@@ -72,7 +72,7 @@ class KeyArgument(ctypes.Structure):
 
     @classmethod
     def of(cls, key: Key) -> KeyArgument:
-        """Return `key` as the kernels take it.
+        """Convert `key` to a kernel argument.
 
         Raises:
             ValueError: step, rank or stream out of range.
@@ -82,7 +82,7 @@ class KeyArgument(ctypes.Structure):
 
 
 class Launcher(Protocol):
-    """Something that runs the kernels of `cuda/*.cu` on the tensors of one device."""
+    """Runs the kernels of `cuda/*.cu` on tensors of one device."""
 
     def launch(
         self,
@@ -96,26 +96,26 @@ class Launcher(Protocol):
     ) -> None:
         """Launch `kernel` of `<family>.cu` on `grid` blocks of `block` threads.
 
-        `shared`: bytes of dynamic shared memory. The call does not wait for the device and
-        allocates nothing.
+        `shared`: bytes of dynamic shared memory. The call neither waits for the device nor
+        allocates memory.
 
         Raises:
-            LaunchError: a shape is out of range, the kernel is unknown, or the driver refuses.
+            LaunchError: a shape is out of range, the kernel is unknown, or the driver rejects it.
         """
 
     def warm(self, families: Sequence[str] = ()) -> None:
-        """Compile and load `families` (by default all), so that no later launch has to."""
+        """Compile and load `families` (by default all) ahead of their first launch."""
 
 
 def blocks_for(threads: int, block: int) -> int:
-    """Return how many blocks of `block` threads hold `threads`."""
+    """Return the number of blocks of `block` threads for `threads` threads."""
     return -(-threads // block)
 
 
 def packed(args: Sequence[Argument]) -> tuple[ctypes.Array[ctypes.c_void_p], list[Any]]:
     """Return `args` as cuLaunchKernel's array of addresses, and the objects that it points to.
 
-    The latter must be kept alive as long as the array is used.
+    The objects must stay alive as long as the array is used.
 
     Raises:
         LaunchError: a tensor is not contiguous, or an argument has no C type.
@@ -132,17 +132,17 @@ def packed(args: Sequence[Argument]) -> tuple[ctypes.Array[ctypes.c_void_p], lis
             values.append(arg)
         else:
             raise LaunchError(
-                f"kernel argument {place} is {type(arg).__name__}: a tensor, None, a ctypes "
-                "structure or one of i32, i64, u32, u64, f32, f64 expected"
+                f"kernel argument {place} is {type(arg).__name__}: expected a tensor, None, a "
+                "ctypes structure or one of i32, i64, u32, u64, f32, f64"
             )
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)), values
 
 
 def checked_shape(grid: Grid, block: Grid, shared: int) -> Shape:
-    """Return grid and block in three dimensions each.
+    """Return grid and block with three dimensions each.
 
     Raises:
-        LaunchError: they, or the shared memory, exceed what every device allows.
+        LaunchError: they, or the shared memory, exceed the limits of every device.
     """
     gx, gy, gz = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
     bx, by, bz = (block, 1, 1) if isinstance(block, int) else (*block, 1, 1)[:3]
@@ -156,9 +156,9 @@ def checked_shape(grid: Grid, block: Grid, shared: int) -> Shape:
         and 0 <= shared <= MAX_SHARED
     ):
         raise LaunchError(
-            f"grid {gx, gy, gz}, block {bx, by, bz}, {shared} bytes of shared memory: grids of 1 "
-            f"to {MAX_GRID}, blocks of 1 to {MAX_THREADS} threads, 64 of them in the third "
-            f"dimension, and {MAX_SHARED} bytes allowed"
+            f"grid {gx, gy, gz}, block {bx, by, bz}, {shared} bytes of shared memory: expected "
+            f"grids up to {MAX_GRID}, blocks of 1 to {MAX_THREADS} threads, at most 64 in the "
+            f"third dimension, and at most {MAX_SHARED} bytes"
         )
     return gx, gy, gz, bx, by, bz
 
@@ -166,13 +166,13 @@ def checked_shape(grid: Grid, block: Grid, shared: int) -> Shape:
 class DeviceLauncher:
     """Launches on a CUDA device, in torch's current stream.
 
-    The kernels of a family are loaded at its first launch, or by `warm`. Call `warm` before a CUDA
-    graph is captured, as nothing can be loaded during the capture.
+    The kernels of a family are loaded at its first launch, or by `warm`. Call `warm` before
+    capturing a CUDA graph, because kernels cannot be loaded during the capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:
-            raise LaunchError(f"{device}: a CUDA device with its number expected")
+            raise LaunchError(f"device {device}: expected a CUDA device with an index")
         self.device = device
         major, minor = torch.cuda.get_device_capability(device)
         self.arch = f"sm_{major}{minor}"
@@ -184,7 +184,7 @@ class DeviceLauncher:
         self._lock = threading.Lock()
 
     def _enter(self) -> None:
-        """Make the device's context current in this thread, which torch does only when needed."""
+        """Make the device's context current in this thread, which torch does lazily."""
         if not getattr(self._thread, "entered", False):
             with torch.cuda.device(self.device):
                 self._core.Device(self.device.index).set_current()
@@ -199,11 +199,11 @@ class DeviceLauncher:
                 functions = {}
                 for name in kernels_of(cubin):
                     kernel = module.get_kernel(name)
-                    # This call loads the function now; otherwise it would load at its first launch.
+                    # This call loads the function, which would otherwise load at its first launch.
                     error, function = self._driver.cuKernelGetFunction(kernel.handle)
                     self._raise(error, f"{family}.cu: {name} cannot be loaded")
                     functions[name] = function
-                functions[""] = module  # lives as long as its functions
+                functions[""] = module  # keep it alive
                 self._functions[family] = functions
             return self._functions[family]
 
@@ -231,7 +231,9 @@ class DeviceLauncher:
         """Launch in torch's current stream of the device; see `Launcher`."""
         for place, arg in enumerate(args):
             if isinstance(arg, Tensor) and arg.device != self.device:
-                raise LaunchError(f"{kernel}: argument {place} is on {arg.device}: {self.device}")
+                raise LaunchError(
+                    f"{kernel}: argument {place} is on {arg.device}: expected {self.device}"
+                )
         shape = checked_shape(grid, block, shared)
         if torch.cuda.current_device() == self.device.index:
             self._launch(family, kernel, shape, args, shared)
@@ -250,14 +252,14 @@ class DeviceLauncher:
         self._enter()
         functions = self._functions.get(family) or self._load(family)
         if kernel not in functions or not kernel:
-            known = ", ".join(sorted(filter(None, functions)))
-            raise LaunchError(f"{family}.cu has no kernel {kernel!r}: there are {known}")
+            choices = ", ".join(sorted(filter(None, functions)))
+            raise LaunchError(f"{family}.cu has no kernel {kernel!r}: expected one of {choices}")
         handle = torch.cuda.current_stream(self.device).cuda_stream
         stream = self._streams.get(handle)
         if stream is None:
             stream = self._streams[handle] = self._driver.CUstream(handle)
         pointers, alive = packed(args)
-        # The driver copies the arguments before it returns: `alive` need not outlive the call.
+        # The driver copies the arguments before it returns.
         (error,) = self._driver.cuLaunchKernel(
             functions[kernel], *shape, shared, stream, ctypes.addressof(pointers), 0
         )
@@ -266,7 +268,7 @@ class DeviceLauncher:
 
 
 def kernels_of(cubin: bytes) -> list[str]:
-    """Return the names of the kernels in a cubin, in which each has a section of its own."""
+    """Return the names of the kernels in a cubin, from the names of its sections."""
     return sorted({name.decode() for name in re.findall(rb"\0\.text\.([A-Za-z_]\w*)(?=\0)", cubin)})
 
 
@@ -274,23 +276,23 @@ _launchers: dict[torch.device, Launcher] = {}
 
 
 def launcher(device: torch.device | str) -> Launcher:
-    """Return the launcher of `device`, one for the life of the process.
+    """Return the launcher of `device`, created once per process.
 
     Raises:
-        LaunchError: `device` is no CUDA device, and `use_launcher` has set no stand-in for it.
+        LaunchError: `device` is not a CUDA device, and `use_launcher` has not replaced it.
     """
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    found = _launchers.get(where)
-    if found is None:
-        found = _launchers[where] = DeviceLauncher(where)
-    return found
+    result = _launchers.get(where)
+    if result is None:
+        result = _launchers[where] = DeviceLauncher(where)
+    return result
 
 
 @contextlib.contextmanager
 def use_launcher(device: torch.device | str, stand_in: Launcher) -> Iterator[None]:
-    """Let `stand_in` run the kernels for tensors on `device` inside a with statement."""
+    """Let `stand_in` run the kernels for tensors on `device` inside a with block."""
     where = torch.device(device)
     before = _launchers.get(where)
     _launchers[where] = stand_in

@@ -1,4 +1,4 @@
-"""Host code of levels.cu: QSGD's codes. Their Elias streams are written and read by plain torch."""
+"""Host code of levels.cu: QSGD's codes. Plain torch writes and reads their Elias streams."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gcbench.ops.dispatch import Flag, Kernel
 
 
 def _together(bits: int) -> int:
-    """Return how many codes of this width a kernel handles at once; a width of 0: int32 codes."""
+    """Return the number of codes of this width that a thread handles at once; 0: int32 codes."""
     return 1 if bits == 0 else 8 if bits <= 4 else 4 if bits <= 8 else 2
 
 
 def norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) -> None:
-    """Serve `levels.norms`; if all segments are short, one kernel does it."""
+    """Run `levels.norms`; if all segments are short, one kernel does it."""
     m, run = len(segments), launcher(x.device).launch
     if not m:
         return
@@ -38,7 +38,7 @@ def norms(x: Tensor, segments: Segments, two: bool, levels: int, out: Tensor) ->
 
 
 def codes(x: Tensor, norms: Tensor, levels: int, segments: Segments, key: Key, out: Tensor) -> None:
-    """Serve `levels.codes`."""
+    """Run `levels.codes`."""
     n, m, argument = segments.numel, len(segments), KeyArgument.of(key)
     if n:
         table = tables.table(segments, x.device)
@@ -56,7 +56,7 @@ def encode(
     key: Key,
     out: Tensor,
 ) -> None:
-    """Serve `levels.encode`."""
+    """Run `levels.encode`."""
     n, m, argument = segments.numel, len(segments), KeyArgument.of(key)
     if n:
         table, kernel = tables.table(segments, x.device), f"level_encode_{_together(bits)}"
@@ -76,7 +76,7 @@ def decode(
     count: float,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `levels.decode`."""
+    """Run `levels.decode`."""
     n, m, device = segments.numel, len(segments), norms.device
     if not m:
         return None
@@ -107,7 +107,7 @@ def mean(
     segments: Segments,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `levels.mean`."""
+    """Run `levels.mean`."""
     n, m, device = segments.numel, len(segments), out.device
     if not m:
         return None

@@ -13,7 +13,7 @@ MOST_ROWS = 65535
 
 
 def pack(codes: Tensor, size: int, n: int, bits: int, out: Tensor) -> None:
-    """Serve `packing.pack`."""
+    """Run `packing.pack`."""
     if size not in _KERNEL:
         codes = codes.int()
     if n:
@@ -23,7 +23,7 @@ def pack(codes: Tensor, size: int, n: int, bits: int, out: Tensor) -> None:
 
 
 def unpack(words: Tensor, rows: int, n: int, bits: int, out: Tensor) -> None:
-    """Serve `packing.unpack`: `words`, (rows, size), and `out`, (rows, n)."""
+    """Run `packing.unpack`: `words`, (rows, size), and `out`, (rows, n)."""
     run, tiles = launcher(words.device).launch, tables.grid(tables.tiles_of(n))
     for start in range(0, rows, MOST_ROWS):
         part = words[start : start + MOST_ROWS]

@@ -13,7 +13,7 @@ THREADS = 256
 
 
 def draws24(key: Key, n: int, out: Tensor) -> None:
-    """Serve `random.draws24`."""
+    """Run `random.draws24`."""
     tiles = (key.offset + n - 1) // TILE - key.offset // TILE + 1
     grid = blocks_for(64 * tiles, THREADS)  # two halves of 32 lanes
     args = (out, i64(n), i64(2 * tiles), KeyArgument.of(key))
@@ -21,7 +21,7 @@ def draws24(key: Key, n: int, out: Tensor) -> None:
 
 
 def random_words(key: Key, n: int, device: torch.device | str = "cuda") -> Tensor:
-    """Return the same as `selection.random_words`.
+    """Like `selection.random_words`.
 
     Only tests use it: other kernels draw words themselves, by the same device function.
     """

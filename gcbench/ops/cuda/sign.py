@@ -17,23 +17,23 @@ from gcbench.ops.dispatch import Flag, Kernel
 from gcbench.ops.packing import LANES
 
 WARPS = 8
-"""Warps of a block; a segment of at most as many tiles is encoded in one pass (short)."""
+"""Warps per block; a segment of at most this many tiles is short and encoded in one pass."""
 MEAN_THREADS = 32 * 16
-"""Threads of a block that sums the tiles of a long segment."""
+"""Threads per block that sums the tiles of a long segment."""
 
 
 # ---- packed signs --------------------------------------------------------------------------------
 
 
 def pack(x: Tensor, n: int, bits: int, out: Tensor) -> None:
-    """Serve `sign.pack`."""
+    """Run `sign.pack`."""
     if n:
         kernel, grid = f"sign_pack_{bits}", tables.grid(tables.tiles_of(n))
         launcher(x.device).launch("signs", kernel, grid, tables.THREADS, (x, i64(n), out))
 
 
 def pack_above(x: Tensor, factor: float, segments: Segments, square: Tensor, out: Tensor) -> None:
-    """Serve `sign.pack_above`."""
+    """Run `sign.pack_above`."""
     n, m, device = segments.numel, len(segments), x.device
     if not n:
         return
@@ -47,7 +47,7 @@ def pack_above(x: Tensor, factor: float, segments: Segments, square: Tensor, out
 
 
 def decode(words: Tensor, n: int, bits: int, name: str, out: Tensor) -> Flag | None:
-    """Serve `sign.decode`."""
+    """Run `sign.decode`."""
     if not n:
         return None
     bad, grid = tables.flag(words.device), tables.grid(tables.tiles_of(n))
@@ -57,7 +57,7 @@ def decode(words: Tensor, n: int, bits: int, name: str, out: Tensor) -> Flag | N
 
 
 class _Ballots(Structure):
-    """The kernels' `Ballots`: words, number of votes and bits of a code of each; their number."""
+    """The kernels' `Ballots`: words, number of votes and bits per code of each; their number."""
 
     _fields_ = (
         ("words", c_void_p * tables.MOST_PAYLOADS),
@@ -80,7 +80,7 @@ def vote(
     key: Key,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `sign.vote`."""
+    """Run `sign.vote`."""
     number, size, device = len(words), out.numel(), out.device
     if not n:
         return None
@@ -96,7 +96,7 @@ def vote(
     wide, run, bad = 2 in bits, launcher(device).launch, tables.flag(device)
 
     def least(votes: int) -> int:
-        """Return the least sum of bits, or of codes, for which the sum of signs is `votes`."""
+        """Return the minimum sum of bits, or of codes, for which the sum of signs is `votes`."""
         return voters + votes if wide else (voters + votes + 1) // 2
 
     if not wide and width == 1 and not toss and voters == number < tables.MOST_PAYLOADS:
@@ -123,10 +123,10 @@ def vote(
 
 
 class _Plan(NamedTuple):
-    """Which warp encodes which tile, int64 each; None if there is no such segment."""
+    """Assignment of tiles to warps, int64 each; None if there is no such segment."""
 
     short: Tensor | None
-    """For short segments, an entry a warp, `WARPS` entries a block: `WARPS` times the index of the
+    """For short segments, one entry per warp, `WARPS` per block: `WARPS` times the index of the
     segment, plus the index of the tile in it. All segments of a block have the same number of
     tiles; a warp without a tile has minus this number."""
     tiles: Tensor | None
@@ -169,11 +169,11 @@ def plan_of(segments: Segments) -> _Plan:
 
 def _plan(segments: Segments, device: torch.device) -> _Plan:
     """Return `plan_of` on a device; it is cached."""
-    known = _plans.setdefault(segments, {})
-    if device not in known:
-        made = plan_of(segments)
-        known[device] = _Plan(*(None if part is None else part.to(device) for part in made))
-    return known[device]
+    plans = _plans.setdefault(segments, {})
+    if device not in plans:
+        plan = plan_of(segments)
+        plans[device] = _Plan(*(None if part is None else part.to(device) for part in plan))
+    return plans[device]
 
 
 def encode(
@@ -186,7 +186,7 @@ def encode(
     high: Tensor,
     lost: Tensor | None,
 ) -> Flag | None:
-    """Serve `sign.encode`."""
+    """Run `sign.encode`."""
     n, device = segments.numel, x.device
     words.zero_()
     high.zero_()
@@ -205,7 +205,7 @@ def encode(
     if plan.tiles is not None and plan.long is not None:
         number = plan.tiles.shape[1]
         grid, tiles = tables.grid(number), (offsets, plan.tiles, i64(number))
-        # The second half of each row is scratch for the sums of these sums.
+        # The second half of each row is scratch for the next level of sums.
         rows = 1 if low is None else 3
         sums = torch.empty((rows, 2 * number), dtype=torch.float64, device=device)
         stride = i64(2 * number)
@@ -228,22 +228,22 @@ def values(
     count: float,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `sign.values`; payloads are checked before the first value is written."""
+    """Run `sign.values`; payloads are checked before the first value is written."""
     n, m, device = segments.numel, len(segments), words.device
     if not m:
         return None
     bad, run, threads = tables.flag(device), launcher(device).launch, tables.THREADS
     grid, bits = tables.grid(tables.tiles_of(n)), (words, i64(n))
     parts = (tables.table(segments, device), i64(m))
-    found = None
+    classes = None
     if low is not None:
-        found = torch.zeros(m, dtype=torch.int32, device=device)
+        classes = torch.zeros(m, dtype=torch.int32, device=device)
         if n:
-            run("signs", "sign_classes", grid, threads, (*bits, *parts, found))
+            run("signs", "sign_classes", grid, threads, (*bits, *parts, classes))
     one = tables.SegmentSummands(number=1)
     one.parts[0], one.high[0] = words.data_ptr(), high.data_ptr()
     one.low[0] = None if low is None else low.data_ptr()
-    check = (one, i64(n), *parts, found, bad)
+    check = (one, i64(n), *parts, classes, bad)
     run("signs", "sign_check", blocks_for(max(m, LANES), threads), threads, check)
     if n:
         args = (*bits, *parts, low, high, total, f32(count), out, bad)
@@ -261,17 +261,17 @@ def mean(
     name: str,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `sign.mean`."""
+    """Run `sign.mean`."""
     n, m, device = segments.numel, len(segments), out.device
     if not m:
         return None
     bad, run, threads = tables.flag(device), launcher(device).launch, tables.THREADS
     grid, parts = tables.grid(tables.tiles_of(n)), (tables.table(segments, device), i64(m))
-    found = before = None
+    masks = before = None
     if low is not None:
-        found = torch.zeros((len(words), m), dtype=torch.int32, device=device)
+        masks = torch.zeros((len(words), m), dtype=torch.int32, device=device)
     for k, (part, divisor) in enumerate(tables.segment_summands(words, low, high, counts)):
-        classes = None if found is None else found[k * tables.MOST_PAYLOADS :]
+        classes = None if masks is None else masks[k * tables.MOST_PAYLOADS :]
         if n:
             args = (part, i64(n), *parts, classes, before, divisor, out)
             run("signs", "sign_mean", grid, threads, args)

@@ -32,7 +32,7 @@ def _run(
     tiles = int(segments.table[1, -1])
     tops = torch.empty(tiles, dtype=torch.int32, device=x.device)
     sums = squares = None
-    if moments:  # the second half is scratch for the sums of these sums
+    if moments:  # the second half is scratch for the next level of sums
         sums, squares = torch.empty((2, 2 * tiles + 1), dtype=torch.float64, device=x.device)
     run = launcher(x.device).launch
     if tiles:
@@ -44,19 +44,19 @@ def _run(
 
 
 def absmax(x: Tensor, segments: Segments, out: Tensor) -> None:
-    """Serve `statistics.absmax`."""
+    """Run `statistics.absmax`."""
     _run(x, segments, moments=False, absmax=out)
 
 
 def moments(x: Tensor, segments: Segments, total: Tensor, square: Tensor) -> None:
-    """Serve `statistics.moments`."""
+    """Run `statistics.moments`."""
     _run(x, segments, moments=True, total=total, square=square)
 
 
 def scales(
     x: Tensor, segments: Segments, clip: float, at_limit: bool, limit: Tensor | None, scale: Tensor
 ) -> None:
-    """Serve `ternary.scales`."""
+    """Run `ternary.scales`."""
     clipped = bool(clip)
     _run(
         x,

@@ -1,4 +1,4 @@
-"""Shared by the host code of several families: tables of segments, flags, argument structures."""
+"""Segment tables, flags and argument structures for the host code of several families."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gcbench.ops.cuda.launch import blocks_for, f32
 from gcbench.ops.dispatch import UNRAISED
 
 THREADS = 256
-"""Threads of a block: eight warps, one for each tile."""
+"""Threads per block: eight warps, one per tile."""
 MOST_PAYLOADS = 64
-"""The most payloads that one launch takes."""
+"""Maximum number of payloads per launch."""
 
 SHORT = 1024
-"""The most elements of a segment that is processed by a single warp."""
+"""Maximum number of elements of a segment that a single warp processes."""
 
 _tables: weakref.WeakKeyDictionary[Segments, dict[torch.device, Tensor]] = (
     weakref.WeakKeyDictionary()
@@ -30,10 +30,10 @@ _longest: weakref.WeakKeyDictionary[Segments, int] = weakref.WeakKeyDictionary()
 
 def table(segments: Segments, device: torch.device) -> Tensor:
     """Return `segments.table` on a device; the copy is cached."""
-    known = _tables.setdefault(segments, {})
-    if device not in known:
-        known[device] = segments.table.to(device)
-    return known[device]
+    copies = _tables.setdefault(segments, {})
+    if device not in copies:
+        copies[device] = segments.table.to(device)
+    return copies[device]
 
 
 def longest(segments: Segments) -> int:
@@ -44,7 +44,7 @@ def longest(segments: Segments) -> int:
 
 
 def grid(tiles: int) -> int:
-    """Return the number of blocks that have a warp for each of `tiles` tiles."""
+    """Return the number of blocks with one warp per tile."""
     return blocks_for(32 * tiles, THREADS)
 
 
@@ -54,7 +54,7 @@ def tiles_of(n: int) -> int:
 
 
 class Payloads(Structure):
-    """The kernels' `Payloads`: words, bits of a code and largest code of each; their number."""
+    """The kernels' `Payloads`: words, bits per code and largest code of each; their number."""
 
     _fields_ = (
         ("words", c_void_p * MOST_PAYLOADS),
@@ -75,23 +75,23 @@ class Summands(Structure):
 
 
 def summands(codes: Sequence[Tensor], counts: Sequence[int]) -> list[tuple[Summands, f32]]:
-    """Return the payloads and the divisor of each launch that computes a part of a mean.
+    """Return the payloads and the divisor of each launch of a mean.
 
     The last launch divides by the number of all workers, the others by 1.
     """
     launches = []
     for start in range(0, len(codes), MOST_PAYLOADS):
         few = codes[start : start + MOST_PAYLOADS]
-        made = Summands(number=len(few))
-        for i, own in enumerate(few):
-            made.parts[i], made.counts[i] = own.data_ptr(), counts[start + i]
-        launches.append((made, f32(1.0)))
+        argument = Summands(number=len(few))
+        for i, tensor in enumerate(few):
+            argument.parts[i], argument.counts[i] = tensor.data_ptr(), counts[start + i]
+        launches.append((argument, f32(1.0)))
     launches[-1] = launches[-1][0], f32(sum(counts))
     return launches
 
 
 class SegmentSummands(Structure):
-    """The kernels' `SegmentSummands`: `Summands` with one or two values of each segment."""
+    """The kernels' `SegmentSummands`: `Summands` with one or two values per segment."""
 
     _fields_ = (
         ("parts", c_void_p * MOST_PAYLOADS),
@@ -108,20 +108,20 @@ def segment_summands(
     high: Sequence[Tensor],
     counts: Sequence[int],
 ) -> list[tuple[SegmentSummands, f32]]:
-    """Return the same as `summands`, for payloads with one or two values of each segment."""
+    """Like `summands`, for payloads with one or two values per segment."""
     launches = []
     for start, (part, divisor) in zip(
         itertools.count(0, MOST_PAYLOADS), summands(codes, counts), strict=False
     ):
-        made = SegmentSummands(part.parts, counts=part.counts, number=part.number)
+        argument = SegmentSummands(part.parts, counts=part.counts, number=part.number)
         for i in range(part.number):
-            made.high[i] = high[start + i].data_ptr()
+            argument.high[i] = high[start + i].data_ptr()
             if low is not None:
-                made.low[i] = low[start + i].data_ptr()
-        launches.append((made, divisor))
+                argument.low[i] = low[start + i].data_ptr()
+        launches.append((argument, divisor))
     return launches
 
 
 def flag(device: torch.device) -> Tensor:
-    """Return a new fault flag, int32, shape (1,), with the value `UNRAISED`: see `Flag`."""
+    """Return a new error flag, int32, shape (1,), with the value `UNRAISED`: see `Flag`."""
     return torch.full((1,), UNRAISED, dtype=torch.int32, device=device)

@@ -19,7 +19,7 @@ from gcbench.ops.packing import packed_words
 def encode(
     x: Tensor, limit: Tensor | None, scale: Tensor, segments: Segments, key: Key, out: Tensor
 ) -> None:
-    """Serve `ternary.encode`."""
+    """Run `ternary.encode`."""
     n, m, argument = segments.numel, len(segments), KeyArgument.of(key)
     if n:
         args = (x, i64(n), tables.table(segments, x.device), i64(m), limit, scale, argument, out)
@@ -29,28 +29,28 @@ def encode(
 
 def _payloads(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int]) -> tables.Payloads:
     argument = tables.Payloads(number=len(words))
-    for i, own in enumerate(words):
-        argument.words[i], argument.bits[i], argument.tops[i] = own.data_ptr(), bits[i], tops[i]
+    for i, tensor in enumerate(words):
+        argument.words[i], argument.bits[i], argument.tops[i] = tensor.data_ptr(), bits[i], tops[i]
     return argument
 
 
 class _Few(NamedTuple):
-    """At most as many payloads as one launch takes, and the faults found while merging them."""
+    """Payloads of one launch, and the error flag of the merges that produced them."""
 
     words: Sequence[Tensor]
     bits: Sequence[int]
     tops: Sequence[int]
-    found: Tensor | None = None
+    fault: Tensor | None = None
 
-    def flag(self, own: Tensor) -> Flag:
-        """Return the flag of the final launch, `own`, or that of the merges if it has a fault."""
-        if self.found is not None:
-            own = torch.where(self.found == UNRAISED, own, self.found)
-        return Flag(own, lambda number: number if number < 0 else number + 1)
+    def flag(self, final: Tensor) -> Flag:
+        """Return the flag of the final launch, or that of the merges if it has an error."""
+        if self.fault is not None:
+            final = torch.where(self.fault == UNRAISED, final, self.fault)
+        return Flag(final, lambda number: number if number < 0 else number + 1)
 
 
 def _few(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: int) -> _Few:
-    """Merge payloads until one launch can take them all; their sum stays the same."""
+    """Merge payloads until they fit in one launch; their sum stays the same."""
     most = tables.MOST_PAYLOADS
     few = _Few(words, bits, tops)
     while n and len(few.words) > most:
@@ -59,14 +59,14 @@ def _few(words: Sequence[Tensor], bits: Sequence[int], tops: Sequence[int], n: i
             some = _Few(few.words[i : i + most], few.bits[i : i + most], few.tops[i : i + most])
             top = sum(some.tops)
             width = ternary.bits(top // 2)
-            own = torch.empty(packed_words(n, width), dtype=torch.int32, device=words[0].device)
-            bad = _merged(some, n, width, own)
+            merged = torch.empty(packed_words(n, width), dtype=torch.int32, device=words[0].device)
+            bad = _merged(some, n, width, merged)
             flags.append(torch.where(bad == UNRAISED, UNRAISED, bad + i))
-            sums.append(own)
+            sums.append(merged)
             widths.append(width)
             largest.append(top)
-        found = torch.stack(flags).amin(0).int() if few.found is None else few.found
-        few = _Few(sums, widths, largest, found)
+        fault = torch.stack(flags).amin(0).int() if few.fault is None else few.fault
+        few = _Few(sums, widths, largest, fault)
     return few
 
 
@@ -88,7 +88,7 @@ def mean(
     segments: Segments,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `ternary.mean`."""
+    """Run `ternary.mean`."""
     n, m, device = segments.numel, len(segments), scale.device
     good = (scale.isfinite() & (scale >= 0)).all()
     few, bad = _few(words, bits, tops, n), torch.where(good, UNRAISED, -1).int().view(1)
@@ -108,7 +108,7 @@ def merge(
     width: int,
     out: Tensor,
 ) -> Flag | None:
-    """Serve `ternary.merge`."""
+    """Run `ternary.merge`."""
     if not n:
         return None
     few = _few(words, bits, tops, n)

@@ -22,14 +22,14 @@ from gcbench.profile.bandwidth.tables import summarize
 from gcbench.profile.bandwidth.worker import measure
 from gcbench.report import analysis
 from gcbench.report.analysis import Analysis
-from gcbench.training import membership
-from gcbench.training.membership import Membership
+from gcbench.training import rank
+from gcbench.training.rank import Rank
 
 __all__ = ["Settings", "draw", "run"]
 
 
 def _worker(
-    member: Membership, settings_json: str, folder: str, mode: progress.Mode, force: bool
+    member: Rank, settings_json: str, folder: str, mode: progress.Mode, force: bool
 ) -> None:
     """Run one worker: join the process group and measure what is missing in the ledger."""
     from gcbench.training import engines
@@ -63,7 +63,7 @@ def run(
     name = f"{KIND}-{analysis.digest(settings.model_dump(mode='json'))}"
     folder = results / name
     arguments = settings.model_dump_json(), str(folder), mode
-    if (member := membership.from_torchrun()) is not None:
+    if (member := rank.from_torchrun()) is not None:
         engines.check_size(member, settings.workers)
         finished = None if force else _finished(folder)
         _worker(member, *arguments, force)

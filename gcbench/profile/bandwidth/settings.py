@@ -14,7 +14,7 @@ from gcbench.core.compressor import COLLECTIVES
 from gcbench.core.errors import UsageError, unknown
 from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item, Plan
 from gcbench.studies import methods
-from gcbench.training import configuration, limits, membership
+from gcbench.training import configuration, limits, rank
 
 KIND = "bandwidth"
 MOST_SIZES = 1000
@@ -138,7 +138,7 @@ def make(
     Raises:
         UsageError: a setting cannot be measured.
     """
-    member = membership.from_torchrun()
+    member = rank.from_torchrun()
     engine = "torchrun" if member else engine or "spawn"
     if engine == "simulate":
         raise UsageError(

@@ -1,24 +1,22 @@
 """Suites: a paper's table or figure as a grid of runs, with the published number of each.
 
-A suite is a YAML file, found by name in this folder, or by path elsewhere. `config` has the
-settings that all entries share, each entry adds its own; both have the keys of `gcbench run
---config`, and lists make a grid. `published` is the test accuracy, a fraction of 1: one number for
-the whole grid of the entry, or one for each value of the setting that `by` names. null stands for a
-number that the paper does not have, or from whose figure it cannot be read. `published_top5` is the
-top-5 accuracy, for tasks that measure `test_top5`. A run of a suite is the same as a run with its
-settings given by flags.
+A suite is a YAML file, in this folder by name, or elsewhere by path. `config` has the settings of
+all entries, and each entry adds settings; both have the keys of `gcbench run --config`, and lists
+define a grid. `published` is the test accuracy, a fraction of 1: one number for the grid of the
+entry, or one per value of the setting in `by`. null means that the paper does not report a number,
+or that its figure cannot be read. `published_top5` is the top-5 accuracy, for tasks that measure
+`test_top5`. A run of a suite equals a run with its settings as flags.
 
-A suite of gcbench's own has no published numbers: it follows `gcbench help protocol`.
-`tune` is the rule by which each entry's learning rate is chosen (`tuning`), and `tiers` are ranges
-of measured bits an element, up, within which methods are compared. `shares` names suites of
-gcbench's own that have some of its runs: their rows are given beside its own, so that nothing is
-trained twice.
+gcbench's suites without published numbers compare methods by `gcbench help protocol`. `tune` is the
+rule that chooses each entry's learning rate (`tuning`), and `tiers` are ranges of measured bits per
+element, up, within which methods are compared. `shares` lists built-in suites that have some of
+its runs, whose rows can be reused.
 
-An entry with `factors` has a point for each combination of their values; its group is all of them.
-The rule chooses one of the group, which is run with all seeds. So is the combination that the
-method's source has: that of `config` with the settings of `as_published`. An entry with `tuned:
-false` sets a rate itself. A suite with `settings_from` runs entries of another suite, selected by
-their settings as published, with the settings chosen there, and only FREE ones of its own.
+An entry with `factors` has a point for each combination of their values, a group. The rule chooses
+one point of the group, which is run with all seeds. So is the combination of the method's source:
+that of `config` with the settings of `as_published`. An entry with `tuned: false` sets its rate. A
+suite with `settings_from` runs entries of another suite, selected by their published settings, with
+the settings chosen there; it may only set FREE settings.
 """
 
 from __future__ import annotations
@@ -44,23 +42,23 @@ from gcbench.training.configuration import Config
 from gcbench.training.suites.tuning import Choice, Decision, Trial, Tune, decide_among, quality
 
 ROWS = Path("results/reference")
-"""Where the committed rows of suites are, in gcbench's folder: NAME.parquet."""
+"""Folder of the committed rows of suites, NAME.parquet."""
 FREE = frozenset(
     {
         *("seed", "steps", "eval_every", "log_every", "engine", "gradients", "threads", "device"),
         *("backend", "on_nonfinite", "link_gbit", "link_latency_us"),
     }
 )
-"""Settings that do not decide to which entry of a suite a run belongs: budget, engine, machine."""
+"""Settings that do not determine the entry of a run: budget, engine, machine."""
 
 Steps = Annotated[int, Field(ge=1)]
 
 
 class Published(NamedTuple):
-    """What a paper reports for a run, and where."""
+    """A paper's result for a run, and its source."""
 
     accuracy: float | None
-    """Test accuracy, a fraction of 1; None where it cannot be read."""
+    """Test accuracy, a fraction of 1; None if it cannot be read."""
     steps: int
     """The steps of the paper's run, at the same batch."""
     paper: str
@@ -90,27 +88,27 @@ class Point:
     entry: int
     """The number of its entry in the suite, from 1."""
     settings: Mapping[str, Any]
-    """The settings that come from the entry, not from the suite."""
+    """The settings of the entry, without those of the suite."""
     published: Published | None
     tune: Tune | None = None
-    """The rule by which the learning rate is chosen; until then `config` has one of its rates."""
+    """The rule that chooses the learning rate; until then `config` has one of its rates."""
     group: str = ""
-    """Text that all alternatives of one method have in common."""
+    """The key of the alternatives of one method."""
     as_published: bool = True
-    """Whether it has the settings of the method's source, apart from the learning rate."""
+    """Whether it has the settings of the method's source, except the learning rate."""
 
     @cached_property
     def resolved(self) -> dict[str, Any]:
         """The config as JSON, with every field of compressor, task and memory, without FREE.
 
-        It has no learning rate where that is chosen by trials.
+        It has no learning rate if trials choose it.
         """
-        known = resolved(self.config)
-        return {k: v for k, v in known.items() if self.tune is None or k not in self.tune.free}
+        settings = resolved(self.config)
+        return {k: v for k, v in settings.items() if self.tune is None or k not in self.tune.free}
 
     @cached_property
     def identity(self) -> str:
-        """Text that two runs share if they differ only in FREE settings (or in a tuned rate)."""
+        """The key of runs that differ only in FREE settings (or in a tuned rate)."""
         return canonical(self.resolved)
 
     def trial(self, trial: Trial) -> Config:
@@ -119,7 +117,7 @@ class Point:
         return self.tune.trial(self.config, trial)
 
     def choose(self, tried: Mapping[Trial, float]) -> Choice:
-        """Return the rate to take or the next trial, given the result of each trial made."""
+        """Return the chosen rate or the next trial, given the results of earlier trials."""
         assert self.tune is not None, "a point without a rule has no trials"
         return self.tune.choose(tried, self.config.steps)
 
@@ -134,41 +132,41 @@ class Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     config: dict[str, Any]
-    by: str | None = None  # the setting for whose values `published` has numbers
+    by: str | None = None  # the setting whose values are the keys of `published`
     published: float | dict[int | float | str, float | None] | None = None
     published_top5: float | None = None
     published_loss: Annotated[float, Field(gt=0)] | None = None  # of a task without accuracy
     start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
     factors: list[str] = []  # names in the factors of `tune`, whose values are alternatives
-    as_published: dict[str, Any] = {}  # settings of the source, where `config` has others
+    as_published: dict[str, Any] = {}  # settings of the source that differ from `config`
     tuned: bool = True  # false: the entry sets its rate
     place: str | None = None  # within the suite's table or figure
     paper_steps: Steps | None = None  # of the published number; None: the suite's
 
     @field_validator("published", "published_top5", mode="before")
     @classmethod
-    def _are_fractions(cls, given: Any) -> Any:
-        for number in given.values() if isinstance(given, dict) else [given]:
+    def _are_fractions(cls, numbers: Any) -> Any:
+        for number in numbers.values() if isinstance(numbers, dict) else [numbers]:
             right = isinstance(number, int | float) and 0 <= number <= 1
             if number is not None and not right:
-                raise ValueError(f"an accuracy is a fraction of 1, or null: {number!r} came")
-        return given
+                raise ValueError(f"accuracy {number!r}: expected a fraction of 1, or null")
+        return numbers
 
     @model_validator(mode="after")
     def _numbers_have_their_setting(self) -> Entry:
         if (self.by is not None) != isinstance(self.published, dict):
             raise ValueError(
-                "`by` names the setting whose values `published` maps to numbers: both or neither"
+                "`by` is the setting whose values `published` maps to numbers: give both or neither"
             )
         if self.by is not None and (self.by in self.config or self.by in FREE | {*grid.NESTED}):
             raise ValueError(
-                f"by {self.by!r}: a setting expected that `config` leaves open, e.g. workers, and "
+                f"by {self.by!r}: expected a setting that `config` does not set, e.g. workers, and "
                 "neither a budget nor a mapping"
             )
         return self
 
     def cells(self) -> Iterator[tuple[dict[str, Any], float | None]]:
-        """Yield settings, which may still be a grid, and the accuracy published for them."""
+        """Yield settings, which may be a grid, and their published accuracy."""
         if not isinstance(self.published, dict):
             yield self.config, self.published
             return
@@ -177,7 +175,7 @@ class Entry(BaseModel):
 
 
 class Suite(BaseModel):
-    """A table or figure of a paper, or a comparison of gcbench's own, as a grid of runs."""
+    """A table or figure of a paper, or a comparison by gcbench, as a grid of runs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -187,97 +185,99 @@ class Suite(BaseModel):
     source: str
     place: str
     differs: str
-    takes: str | None = None  # how long, on which machine
+    takes: str | None = None  # duration and machine
     shares: list[str] = []  # names of suites that have some of its runs
     version: Annotated[int, Field(ge=1)] = 1  # increased when the definition changes results
     paper_steps: Steps | None = None
     tune: Tune | None = None
     settings_from: str | None = None  # name of the suite that chooses the settings
-    own: list[str] = []  # settings in which an entry may differ from its baseline
-    tiers: dict[str, tuple[float, float]] = {}  # name -> least and most bits an element, up
+    varies: list[str] = []  # settings that may differ between an entry and its baseline
+    tiers: dict[str, tuple[float, float]] = {}  # minimum and maximum bits per element, up, by name
     config: dict[str, Any] = {}
     entries: list[Entry] = Field(min_length=1)
 
     @property
     def paper(self) -> str:
-        """The paper, and where in it."""
+        """The paper, and its table or figure."""
         return f"{self.source}, {self.place}"
 
     @field_validator("shares")
     @classmethod
-    def _are_suites(cls, given: list[str]) -> list[str]:
-        for name in given:
+    def _are_suites(cls, shared: list[str]) -> list[str]:
+        for name in shared:
             if name not in names():
-                raise ValueError(f"{name!r} is no suite of gcbench's own: {', '.join(names())}")
-        return given
+                raise ValueError(f"{name!r} is not a built-in suite: {', '.join(names())}")
+        return shared
 
     @model_validator(mode="after")
-    def _takes_settings_of_a_suite_that_tunes(self) -> Suite:
+    def _takes_baseof_a_suite_that_tunes(self) -> Suite:
         if self.settings_from is None:
             return self
         if self.settings_from not in names() or load(self.settings_from).tune is None:
             tuned = ", ".join(name for name in names() if load(name).tune is not None)
-            raise ValueError(f"settings_from {self.settings_from!r}: one of {tuned} expected")
+            raise ValueError(f"settings_from {self.settings_from!r}: expected one of {tuned}")
         if self.tune is not None:
-            raise ValueError("settings_from and tune: the other suite's rule holds; drop tune")
+            raise ValueError("settings_from and tune: the other suite's rule applies; remove tune")
         if beyond := self.config.keys() - FREE:
             raise ValueError(
-                f"config beside settings_from: only {', '.join(sorted(FREE))} are allowed, not "
-                f"{', '.join(sorted(beyond))}"
+                f"config has {', '.join(sorted(beyond))}: with settings_from it may only have "
+                f"{', '.join(sorted(FREE))}"
             )
         return self
 
     @property
     def tunes(self) -> bool:
-        """Whether trials choose settings, its own or those of the suite of `settings_from`."""
+        """Whether trials choose settings, here or in the suite of `settings_from`."""
         return self.tune is not None or self.settings_from is not None
 
     @property
     def choices(self) -> frozenset[str]:
-        """The settings in which the baseline of an entry may differ from it."""
-        return frozenset(self.own) | (TUNED_KEYS if self.tunes else frozenset())
+        """The settings that may differ between an entry and its baseline."""
+        return frozenset(self.varies) | (TUNED_KEYS if self.tunes else frozenset())
 
     @property
     def asked(self) -> str:
-        """The suite's name or file, as given to --suite."""
+        """The suite's name or file, as for --suite."""
         return self.name if self.file.parent == FOLDER else str(self.file)
 
-    def points(self, given: Mapping[str, Any] | None = None) -> list[Point]:
-        """Return the runs, each once.
+    def points(self, settings: Mapping[str, Any] | None = None) -> list[Point]:
+        """Return the distinct runs.
 
-        `given`: settings as `grid.expand` takes them. Those in FREE replace the suite's; the others
-        select the runs that have these values.
+        `settings`: as for `grid.expand`. Those in FREE replace the suite's; the others select the
+        runs with these values.
 
         Raises:
-            UsageError: no run has such a setting or value; or an entry of the file is invalid.
+            UsageError: no run has such a setting or value, or an entry of the file is invalid.
         """
-        given = given or {}
-        if self.tunes and "lr" in given:
-            raise UsageError(f"suite {self.name!r} chooses the learning rate by trials; drop --lr")
-        changed = {key: value for key, value in given.items() if key in FREE}
-        chosen = [*_conditions({k: v for k, v in given.items() if k not in FREE})]
+        settings = settings or {}
+        if self.tunes and "lr" in settings:
+            raise UsageError(
+                f"suite {self.name!r} chooses the learning rate by trials; remove --lr"
+            )
+        changed = {key: value for key, value in settings.items() if key in FREE}
+        chosen = [*_conditions({k: v for k, v in settings.items() if k not in FREE})]
         points = [point for cell in self._cells(changed) for point in cell]
         for condition in chosen:
             condition.check(self.name, points)
-        kept = [point for point in points if all(c.holds(point) for c in chosen)]
-        if not kept:
+        selected = [point for point in points if all(c.holds(point) for c in chosen)]
+        if not selected:
             words = " ".join(condition.words for condition in chosen)
-            raise UsageError(f"no run of suite {self.name!r} has all of {words}")
-        return kept
+            raise UsageError(f"no run of suite {self.name!r} matches all of {words}")
+        return selected
 
-    def configs(self, given: Mapping[str, Any]) -> list[Config]:
+    def configs(self, settings: Mapping[str, Any]) -> list[Config]:
         """Return the configs of `points`, for a suite that does not choose learning rates."""
-        return [point.config for point in self.points(given)]
+        return [point.config for point in self.points(settings)]
 
-    def runs(self, given: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
-        """Yield the configs to run, seed by seed; the summary of each is sent to the generator.
+    def runs(self, settings: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
+        """Yield the configs to run, seed by seed; the generator receives the summary of each.
 
-        All trials that choose settings come first. A group of which `given` selects a part is tuned
-        as a whole, and what is selected is run if it is chosen, or as published.
+        All trials come first. If `settings` selects a part of a group, the whole group is tuned,
+        and the selected points are run that are chosen or as published.
         """
-        points = sorted(self.points(given), key=lambda point: point.config.seed)
+        points = sorted(self.points(settings), key=lambda point: point.config.seed)
         groups: dict[str, dict[str, Point]] = {}
-        for point in self.points({key: value for key, value in given.items() if key in FREE}):
+        for point in self.points({key: value for key, value in settings.items() if key in FREE}):
             groups.setdefault(point.group, {}).setdefault(point.identity, point)
         rates: dict[str, float] = {}
         for group in dict.fromkeys(p.group for p in points if p.tune is not None):
@@ -289,16 +289,16 @@ class Suite(BaseModel):
                 yield point.with_rate(rates[point.identity])
 
     def label(self) -> str:
-        """Return name/version, as the rows of this version have it."""
+        """Return name/version, the label of the rows of this version."""
         return f"{self.name}/{self.version}"
 
     def adopt(self, path: Path) -> int:
-        """Label the rows of other versions that are runs or trials of this one; return how many.
+        """Relabel rows of other versions that are runs or trials of this one; return their number.
 
         Raises:
             GcbenchError: the file of rows cannot be read or written.
         """
-        known = {point.identity for point in self.points()}
+        identities = {point.identity for point in self.points()}
         frees = {point.tune.free if point.tune else frozenset() for point in self.points()}
 
         def belongs(row: Mapping[str, Any]) -> bool:
@@ -307,21 +307,21 @@ class Suite(BaseModel):
             except (GcbenchError, ValidationError):
                 return False
             return any(
-                canonical({k: v for k, v in every.items() if k not in free}) in known
+                canonical({k: v for k, v in every.items() if k not in free}) in identities
                 for free in frees
             )
 
         return rows.relabel(path, self.label(), belongs)
 
     def tier(self, bits: float) -> str | None:
-        """Return the tier with these measured bits an element, up; None if there is none."""
+        """Return the tier of these measured bits per element, up, or None."""
         for name, (low, high) in self.tiers.items():
             if low <= bits <= high:
                 return name
         return None
 
     def _cells(self, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
-        """Yield the runs that belong to each published number, with `changed` settings replaced."""
+        """Yield the runs of each published number, with `changed` settings replaced."""
         if self.settings_from is not None:
             yield from self._chosen_elsewhere(load(self.settings_from), changed)
             return
@@ -331,10 +331,10 @@ class Suite(BaseModel):
             if steps is None and (entry.published, entry.published_loss) != (None, None):
                 raise UsageError(f"suite {self.name!r}, entry {number}: paper_steps is missing")
             tune = self._tune(number, entry)
-            for own, accuracy in entry.cells():
-                told = None
+            for base, accuracy in entry.cells():
+                published = None
                 if steps is not None:
-                    told = Published(
+                    published = Published(
                         accuracy,
                         steps,
                         self.paper,
@@ -345,14 +345,14 @@ class Suite(BaseModel):
                         entry.published_loss,
                     )
                 try:
-                    cell = [*self._alternatives(number, entry, own, tune, told, changed)]
+                    cell = [*self._alternatives(number, entry, base, tune, published, changed)]
                 except (UsageError, ValueError) as error:
                     raise UsageError(f"suite {self.name!r}, entry {number}: {error}") from error
                 for identity in {point.identity for point in cell}:
                     if identity in owners:
                         raise UsageError(
                             f"suite {self.name!r}: entries {owners[identity]} and {number} have "
-                            "the same run; give it one number"
+                            "the same run; remove one"
                         )
                     owners[identity] = number
                 yield cell
@@ -361,41 +361,43 @@ class Suite(BaseModel):
         self,
         number: int,
         entry: Entry,
-        own: Mapping[str, Any],
+        base: Mapping[str, Any],
         tune: Tune | None,
-        told: Published | None,
+        published: Published | None,
         changed: Mapping[str, Any],
     ) -> Iterator[Point]:
-        """Yield the points of an entry: for each config of its grid the group of alternatives.
+        """Yield the points of an entry: a group of alternatives per config of its grid.
 
         Raises:
-            UsageError: the settings are invalid, or none of a group is as published.
-            ValueError: the factors are unknown, or do not combine.
+            UsageError: the settings are invalid, or no point of a group is as published.
+            ValueError: the factors are unknown, or cannot be combined.
         """
         rate = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
 
         def expand(settings: Mapping[str, Any]) -> list[Config]:
-            return grid.expand({**self._with(own, settings), **rate, **changed}, None)
+            return grid.expand({**self._with(base, settings), **rate, **changed}, None)
 
         if tune is None or not entry.factors:
             if entry.factors or entry.as_published:
-                raise UsageError("factors and as_published belong to an entry that is tuned")
+                raise UsageError("factors and as_published need an entry that is tuned")
             for one in expand({}):
-                point = Point(one, number, own, told, tune)
+                point = Point(one, number, base, published, tune)
                 yield replace(point, group=point.identity)
             return
-        made = []
+        alternatives = []
         for settings in tune.alternatives(entry.factors):
             start = settings.pop("start", None)
             rule = tune if start is None else tune.model_copy(update={"start": start})
-            both = self._with(own, settings, suite=False)
-            made.append([Point(one, number, both, told, rule) for one in expand(settings)])
-        for origin, *group in zip(expand(entry.as_published), *made, strict=True):
-            name = Point(origin, number, own, told, tune).identity
+            both = self._with(base, settings, suite=False)
+            alternatives.append(
+                [Point(one, number, both, published, rule) for one in expand(settings)]
+            )
+        for origin, *group in zip(expand(entry.as_published), *alternatives, strict=True):
+            name = Point(origin, number, base, published, tune).identity
             if name not in {point.identity for point in group}:
                 raise UsageError(
-                    f"as_published {entry.as_published}: these settings are not among the values "
-                    f"of {', '.join(entry.factors)}"
+                    f"as_published {entry.as_published}: expected values of "
+                    f"{', '.join(entry.factors)}"
                 )
             for point in group:
                 yield replace(point, group=name, as_published=point.identity == name)
@@ -404,9 +406,9 @@ class Suite(BaseModel):
         """Yield the runs of each entry, with all alternatives of the other suite's group.
 
         Raises:
-            UsageError: an entry selects no group of the other suite, or several.
+            UsageError: an entry does not select exactly one group of the other suite.
         """
-        assert other.tune is not None, "settings_from names a suite that tunes"
+        assert other.tune is not None, "the suite of settings_from tunes"
         theirs = other.points()
         seed = theirs[0].config.seed
         for number, entry in enumerate(self.entries, 1):
@@ -416,7 +418,7 @@ class Suite(BaseModel):
             if len(groups) != 1:
                 raise UsageError(
                     f"suite {self.name!r}, entry {number}: {len(groups)} entries of suite "
-                    f"{other.name} have {' '.join(c.words for c in chosen)}; one expected"
+                    f"{other.name} match {' '.join(c.words for c in chosen)}; expected one"
                 )
             cell = []
             for point in theirs:
@@ -425,18 +427,18 @@ class Suite(BaseModel):
                 rule = point.tune.model_copy(
                     update={"steps": point.tune.steps or point.config.steps}
                 )
-                given = point.config.model_dump(exclude={"task_version", *self.config, *changed})
+                origin = point.config.model_dump(exclude={"task_version", *self.config, *changed})
                 cell += [
                     Point(one, number, point.settings, None, rule, point.group, as_published=False)
-                    for one in grid.expand({**_as_given(given), **self.config, **changed}, None)
+                    for one in grid.expand({**_as_given(origin), **self.config, **changed}, None)
                 ]
             yield cell
 
     def _tune(self, number: int, entry: Entry) -> Tune | None:
-        """Return the rule for an entry's learning rate, with the rates that are tried first.
+        """Return the rule for an entry's learning rate, with the entry's `start`.
 
         Raises:
-            UsageError: the entry also sets a rate, or its `start` does not suit the rule.
+            UsageError: the entry also sets a rate, or its `start` is invalid for the rule.
         """
         if not entry.tuned:
             return None
@@ -452,28 +454,28 @@ class Suite(BaseModel):
             tune = self.tune.model_copy(update={"start": entry.start})
         if tune is not None and ("lr" in self.config or "lr" in entry.config):
             raise UsageError(
-                f"suite {self.name!r}, entry {number}: lr is chosen by tune; drop it, or say "
+                f"suite {self.name!r}, entry {number}: tune chooses lr; remove lr, or add "
                 "`tuned: false`"
             )
         return tune
 
     def _with(
-        self, own: Mapping[str, Any], more: Mapping[str, Any], *, suite: bool = True
+        self, entry: Mapping[str, Any], more: Mapping[str, Any], *, suite: bool = True
     ) -> dict[str, Any]:
-        """Return the suite's settings, overridden by an entry's, and these by `more`."""
-        layers = [self.config, own, more] if suite else [own, more]
+        """Return the suite's settings, overridden by an entry's, then by `more`."""
+        layers = [self.config, entry, more] if suite else [entry, more]
         merged = {key: value for layer in layers for key, value in layer.items()}
         for key in grid.NESTED:
             parts = [layer.get(key) or {} for layer in layers]
             for part in parts:
                 if not isinstance(part, dict):
-                    raise UsageError(f"{key}: a mapping of fields expected, not {part!r}")
+                    raise UsageError(f"{key}={part!r}: expected a mapping of fields")
             if suite or any(parts):
                 merged[key] = {name: value for part in parts for name, value in part.items()}
         return merged
 
     def sets(self, key: str, field: str | None = None) -> bool:
-        """Return whether the suite sets `key`, or, if that is a mapping, its `field`."""
+        """Return whether the suite sets `key`, or the `field` of a mapping `key`."""
         if self.settings_from is not None:
             return load(self.settings_from).sets(key, field)
         factors = [] if self.tune is None else [*itertools.chain(*self.tune.factors.values())]
@@ -484,9 +486,9 @@ class Suite(BaseModel):
 
 
 def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[str, float]]:
-    """Yield the trials of a group of alternatives, and receive their summaries.
+    """Yield the trials of a group of alternatives and receive their summaries.
 
-    Return the identities of the points to run, with their rates.
+    Return the rates of the points to run, by identity.
     """
     tried: list[dict[Trial, float]] = [{} for _ in group]
     while True:
@@ -502,14 +504,14 @@ def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[
 
 
 def decide(group: Sequence[Point], tried: Sequence[Mapping[Trial, float]]) -> Decision:
-    """Return which alternative of a group to take, given the trials of each, or the next trial."""
+    """Return the chosen alternative of a group, given the trials of each, or the next trial."""
     rules = [point.tune for point in group if point.tune is not None]
     assert len(rules) == len(group) > 0, "the points of a group are tuned"
     return decide_among(rules, tried, group[0].config.steps)
 
 
 def _as_given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's values as `grid.expand` takes them: a sequence in a list of its own."""
+    """Convert a config's values for `grid.expand`: a sequence is wrapped in a list."""
     return {k: [list(v)] if k in grid.SEQUENCES else v for k, v in config.items()}
 
 
@@ -519,9 +521,10 @@ def _as_given(config: Mapping[str, Any]) -> dict[str, Any]:
 def resolved(config: Config) -> dict[str, Any]:
     """Return a config as JSON, with every field of compressor, task and memory, without FREE.
 
-    Schedules are text, as the command line writes them.
+    Schedules have the syntax of the command line.
     """
-    known = {key: value for key, value in config.model_dump(mode="json").items() if key not in FREE}
+    dumped = config.model_dump(mode="json")
+    settings = {key: value for key, value in dumped.items() if key not in FREE}
     owners = {
         "options": config.make_compressor(),
         "task_options": config.make_task(),
@@ -529,11 +532,11 @@ def resolved(config: Config) -> dict[str, Any]:
     }
     for key, owner in owners.items():
         every = {name: getattr(owner, name) for name in registry.fields(type(owner))}
-        known[key] = every | {
+        settings[key] = every | {
             name: schedule.text(value) if isinstance(value, Mapping) else value
-            for name, value in known[key].items()
+            for name, value in settings[key].items()
         }
-    return known
+    return settings
 
 
 class _Condition(NamedTuple):
@@ -549,7 +552,7 @@ class _Condition(NamedTuple):
         return value if self.field is None else value.get(self.field, _ABSENT)
 
     def holds(self, point: Point) -> bool:
-        """Return whether a run has one of the values; they are compared as text."""
+        """Return whether a run has one of the values, compared as text."""
         return text(self.of(point)) in map(text, self.values)
 
     @property
@@ -565,14 +568,14 @@ class _Condition(NamedTuple):
         present = dict.fromkeys(text(v) for p in points if (v := self.of(p)) is not _ABSENT)
         if not present:
             if self.field is None:
-                raise UsageError(f"suite {suite!r} chooses {self.key} itself; leave it out")
-            known = {name for p in points for name in p.resolved[self.key]}
-            raise unknown(f"field of suite {suite}:", str(self.field), known)
-        missing = [word for word in map(text, self.values) if word not in present]
+                raise UsageError(f"suite {suite!r} chooses {self.key}; remove the setting")
+            choices = {name for p in points for name in p.resolved[self.key]}
+            raise unknown(f"field of suite {suite}:", str(self.field), choices)
+        missing = [value for value in map(text, self.values) if value not in present]
         if missing:
             raise UsageError(
                 f"{self.words}: suite {suite!r} has no run with {', '.join(missing)}, only with "
-                f"{', '.join(present)}; budget, engine and machine are free, all else chooses "
+                f"{', '.join(present)}; settings other than budget, engine and machine select "
                 "among its runs"
             )
 
@@ -580,14 +583,14 @@ class _Condition(NamedTuple):
 _ABSENT = object()
 
 
-def _conditions(given: Mapping[str, Any]) -> Iterator[_Condition]:
+def _conditions(settings: Mapping[str, Any]) -> Iterator[_Condition]:
     """Yield the conditions for given settings."""
-    for key, value in given.items():
+    for key, value in settings.items():
         if key in grid.NESTED:
-            for field, own in value.items():
-                values = own if isinstance(own, list) else [own]
-                told = [schedule.text(v) if isinstance(v, Mapping) else v for v in values]
-                yield _Condition(key, field, told)
+            for field, choice in value.items():
+                values = choice if isinstance(choice, list) else [choice]
+                texts = [schedule.text(v) if isinstance(v, Mapping) else v for v in values]
+                yield _Condition(key, field, texts)
         else:
             values = grid.choices(key, value)
             if key == "compressor":
@@ -605,27 +608,27 @@ def load(name: str) -> Suite:
         UsageError: an unknown name; a file that is missing or invalid.
     """
     if not name:
-        raise UsageError(f"--suite: a name expected ({', '.join(names())}), or a file")
+        raise UsageError(f"--suite is empty: expected a name ({', '.join(names())}) or a file")
     if name.endswith((".yaml", ".yml")) or "/" in name:
         return _read(name, Path(name))
     if name not in names():
-        raise unknown("suite", name, names(), "A file is named by its path: my.yaml.")
-    return _own(name, FOLDER)
+        raise unknown("suite", name, names(), "For a file, give its path: my.yaml.")
+    return _builtin(name, FOLDER)
 
 
 @cache
-def _own(name: str, folder: Path) -> Suite:
-    """Return a built-in suite, read and checked once."""
+def _builtin(name: str, folder: Path) -> Suite:
+    """Return a built-in suite, cached."""
     return _read(name, folder / f"{name}.yaml")
 
 
 def _read(name: str, path: Path) -> Suite:
-    found = grid.read(path, "--suite")
+    content = grid.read(path, "--suite")
     for key in ("name", "file"):
-        if key in found:
-            raise UsageError(f"--suite {name}: {key!r} is the file's own; leave it out")
+        if key in content:
+            raise UsageError(f"--suite {name}: {key!r} comes from the file's path; remove it")
     try:
-        suite = Suite(name=path.stem, file=path, **found)
+        suite = Suite(name=path.stem, file=path, **content)
     except (ValidationError, TypeError) as error:
         raise UsageError(f"--suite {name}: {_problems(error)}") from None
     suite.points()
@@ -633,17 +636,17 @@ def _read(name: str, path: Path) -> Suite:
 
 
 def _problems(error: ValidationError | TypeError) -> str:
-    """Return in one line what is wrong with a file."""
-    if isinstance(error, TypeError):  # a key that is no text
-        return "its keys are names: title, source, place, differs, config, entries"
-    told = []
+    """Return the problems of a file in one line."""
+    if isinstance(error, TypeError):  # a key that is not a string
+        return "keys must be names: title, source, place, differs, config, entries"
+    problems = []
     for problem in error.errors():
         message, place = problem["msg"].removeprefix("Value error, "), problem["loc"]
         if problem["type"] == "extra_forbidden":
-            message = f"no such key; known: {', '.join(_KEYS[len(place) > 1])}"
+            message = f"unknown key; expected {', '.join(_KEYS[len(place) > 1])}"
         where = [f"entry {p + 1}" if isinstance(p, int) else str(p) for p in place[-2:]]
-        told.append(f"{', '.join(where)}: {message[0].lower()}{message[1:]}")
-    return "; ".join(told)
+        problems.append(f"{', '.join(where)}: {message[0].lower()}{message[1:]}")
+    return "; ".join(problems)
 
 
 _KEYS = (sorted(Suite.model_fields.keys() - {"name", "file"}), sorted(Entry.model_fields))

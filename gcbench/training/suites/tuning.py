@@ -1,17 +1,17 @@
-"""How a suite chooses the settings of each method: one rule and one budget for all.
+"""How a suite tunes the settings of each method: one rule and one budget for all methods.
 
-Rates of a ladder are tried in runs of their own, trials, and the rate with the best result on the
-validation examples is taken; the test split is never evaluated. First all rates of `start` are
-tried; then, while the best rate is the lowest or the highest tried, the next one of the ladder on
-that side, at most `extend` times. Of equal results the lower rate wins; a diverged run is the
-worst. A trial has as many steps as the runs whose rate is chosen, unless the rule has `steps`: a
-rate that is best in short runs may be too high for long ones.
+Trials are separate runs with rates of a ladder; the rate with the best result on the validation
+examples is chosen, and the test split is never evaluated. First all rates of `start` are tried.
+Then, while the best rate is the lowest or highest of the tried rates, the next rate on that side is
+tried, at most `extend` times. Of equal results the lower rate wins; a diverged run is the worst. A
+trial has as many steps as the tuned runs, unless the rule has `steps`, because the best rate of
+short runs may be too high for long ones.
 
-A method may have alternatives, which are the combinations of the values of its `factors` (momentum,
-what a top-k selects from, ...). The rate is tuned for each alternative by the same rule, and the
-alternative with the best trial is taken. If the second best is closer than `noise`, which is about
-what two seeds of one configuration differ by, the best trial of both is repeated with
-`second_seed`, and the mean of the two seeds decides. Of equal alternatives the first wins.
+A method may have alternatives, the combinations of the values of its `factors` (momentum, the
+granularity of top-k, ...). The same rule tunes the rate of each alternative, and the alternative
+with the best trial is chosen. If the second best is closer than `noise`, the typical difference
+between two seeds of one configuration, the best trials of both are repeated with `second_seed`, and
+the mean of the two seeds decides. Of equal alternatives the first wins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Trial(NamedTuple):
-    """What distinguishes one trial of a configuration from another."""
+    """The distinguishing settings of a trial of a configuration."""
 
     lr: float
     steps: int
@@ -40,71 +40,71 @@ class Trial(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What follows from the trials so far: the rate to take, or the trial to make next."""
+    """The result of the trials so far: the chosen rate, or the next trial."""
 
     lr: float | None
-    """The chosen rate; None while another trial is to be made."""
+    """The chosen rate; None if another trial is needed."""
     trial: Trial | None
     """The next trial; None once a rate is chosen."""
     at_edge: bool = False
-    """Whether the chosen rate is the lowest or highest tried: a better one may lie beyond."""
+    """Whether the chosen rate is the lowest or highest tried, so that a better one may exist."""
 
 
 class Decision(NamedTuple):
-    """What follows from the trials of all alternatives of a method."""
+    """The result of the trials of all alternatives of a method."""
 
     best: int | None
-    """The number of the chosen alternative, from 0; None while another trial is to be made."""
+    """The index of the chosen alternative; None if another trial is needed."""
     rates: Sequence[float]
     """The chosen rate of each alternative, once all are chosen."""
     trial: tuple[int, Trial] | None
-    """The number of an alternative and its next trial; None once one is chosen."""
+    """The index of an alternative and its next trial; None once one is chosen."""
 
 
 class Tune(BaseModel):
-    """The rule of a suite, as in its file: `seed` is that of all trials but repeated ones."""
+    """The rule of a suite, as in its file; `seed` is for all trials except repeated ones."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: Annotated[int, Field(ge=1)] | None = None
-    """Steps of a trial; None: as many as those of the run whose rate is chosen."""
+    """Steps of a trial; None: those of the tuned run."""
     seed: Annotated[int, Field(ge=0)]
     ladder: list[Rate] = Field(min_length=2)
     start: list[Rate] = Field(min_length=1)
     extend: Annotated[int, Field(ge=0)] = 0
     second_seed: Annotated[int, Field(ge=0)] | None = None
-    """Seed of repeated trials; None: no trial is repeated."""
+    """Seed of repeated trials; None: trials are not repeated."""
     noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Alternatives whose best trials differ by less, in accuracy or nats, are tried again."""
+    """Alternatives whose best trials differ by less, in accuracy or nats, are repeated."""
     holdout: Annotated[int, Field(ge=1)] | None = None
-    """Validation examples of a trial; None: those of the run, which holds them out, too."""
+    """Validation examples of a trial; None: as many as the run holds out."""
     factors: dict[str, list[dict[str, Any]]] = {}
-    """Name -> the settings of each value; `start` among them replaces the rates tried first."""
+    """The settings of each value, by name of the factor; `start` replaces the rule's."""
 
     @model_validator(mode="after")
     def _factors_have_values(self) -> Tune:
         for name, values in self.factors.items():
             if len(values) < 2:
-                raise ValueError(f"factor {name!r}: at least two values expected, not {values}")
+                raise ValueError(f"factor {name!r} has {values}: expected at least two values")
             for value in values:
                 if (start := value.get("start")) is not None:
                     self.check(start)
         if self.noise and self.second_seed is None:
-            raise ValueError(f"noise {self.noise:g}: second_seed expected, for repeated trials")
+            raise ValueError(f"noise {self.noise:g}: add second_seed for repeated trials")
         if self.second_seed == self.seed:
-            raise ValueError(f"second_seed {self.second_seed}: a seed other than `seed` expected")
+            raise ValueError(f"second_seed {self.second_seed}: expected a seed other than `seed`")
         return self
 
     def alternatives(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the combinations of the values of these factors, in order.
 
         Raises:
-            ValueError: an unknown factor, or two that set the same.
+            ValueError: a factor is unknown, or two factors set the same setting.
         """
         for name in names:
             if name not in self.factors:
                 raise ValueError(str(unknown("factor", name, self.factors)))
-        made = []
+        combinations = []
         for values in itertools.product(*(self.factors[name] for name in names)):
             both = {
                 key
@@ -117,32 +117,30 @@ class Tune(BaseModel):
             merged: dict[str, Any] = {}
             for key, value in (item for one in values for item in one.items()):
                 merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-            made.append(merged)
-        return made
+            combinations.append(merged)
+        return combinations
 
     @model_validator(mode="after")
     def _start_is_on_the_ladder(self) -> Tune:
         if any(a >= b for a, b in pairwise(self.ladder)):
-            raise ValueError(f"ladder {self.ladder}: rates in increasing order expected")
+            raise ValueError(f"ladder {self.ladder}: expected rates in increasing order")
         self.check(self.start)
         return self
 
     def check(self, start: Sequence[float]) -> None:
-        """Raise ValueError unless `start` has neighbouring rates of the ladder, in order."""
+        """Raise ValueError unless `start` has consecutive rates of the ladder."""
         first = self.ladder.index(start[0]) if start and start[0] in self.ladder else -1
         if first < 0 or self.ladder[first : first + len(start)] != list(start):
-            raise ValueError(
-                f"start {list(start)}: neighbours on the ladder {self.ladder} expected"
-            )
+            raise ValueError(f"start {list(start)}: expected consecutive rates of {self.ladder}")
 
     def trial(self, config: Config, trial: Trial) -> Config:
-        """Return the run of a trial for `config`: with the rule's seed, without a test.
+        """Return the run of a trial for `config`, with the rule's seed and without a test.
 
         Raises:
-            UsageError: the config holds no examples out, on which the trial could be evaluated.
+            UsageError: the config has no held-out examples to evaluate the trial on.
         """
         if not (self.holdout or config.holdout):
-            raise UsageError("tune: the suite's config needs holdout: the test split never chooses")
+            raise UsageError("tune needs validation examples: add holdout to the suite's config")
         changes: dict[str, Any] = {
             "lr": trial.lr,
             "steps": trial.steps,
@@ -155,11 +153,11 @@ class Tune(BaseModel):
 
     @property
     def free(self) -> frozenset[str]:
-        """Settings, besides suites.FREE, in which a trial differs from its run."""
+        """Settings, in addition to suites.FREE, that differ between a trial and its run."""
         return frozenset({"lr", "test"} | ({"holdout"} if self.holdout else set()))
 
     def tries(self, summary: Mapping[str, Any]) -> bool:
-        """Return whether a run without a test may be a trial of this rule, by its summary."""
+        """Return whether the summary of a run without a test may be a trial of this rule."""
         seeds = (self.seed,) if self.second_seed is None else (self.seed, self.second_seed)
         holdout = (summary.get("config") or {}).get("holdout")
         return (
@@ -169,15 +167,15 @@ class Tune(BaseModel):
         )
 
     def trial_of(self, summary: Mapping[str, Any]) -> Trial:
-        """Return which trial a run is, given that `tries` is true of it."""
+        """Return the trial of a run for which `tries` is true."""
         repeat = summary["seed"] == self.second_seed
         return Trial(float(summary["config"]["lr"]), summary["steps"], repeat)
 
     def choose(self, tried: Mapping[Trial, float], steps: int) -> Choice:
-        """Return the rate to take, or the trial to make next.
+        """Return the chosen rate, or the next trial.
 
-        `tried` maps a trial to its result on the validation examples: higher is better, -inf where
-        the run diverged. `steps`: of the runs whose rate is chosen.
+        `tried`: the results of trials on the validation examples; higher is better, -inf if the run
+        diverged. `steps`: steps of the tuned runs.
         """
         long = self.steps or steps
         for lr in self.start:
@@ -190,9 +188,9 @@ class Tune(BaseModel):
         return Choice(best, None, best in (rungs[0], rungs[-1]))
 
     def _beyond(self, best: float, rungs: Sequence[float]) -> float | None:
-        """Return the rate to try next because the best of all rates tried is at their edge.
+        """Return the next rate if the best of the tried rates is at their edge.
 
-        `rungs`: these rates in order. None if it is not, or if the ladder or `extend` ends there.
+        `rungs`: the tried rates in order. None if it is not, or at the end of ladder or `extend`.
         """
         if best not in (rungs[0], rungs[-1]) or len(rungs) >= len(self.start) + self.extend:
             return None
@@ -214,21 +212,21 @@ def quality(summary: Mapping[str, Any]) -> float:
 def decide_among(
     rules: Sequence[Tune], tried: Sequence[Mapping[Trial, float]], steps: int
 ) -> Decision:
-    """Return the alternative to take, or the trial to make next.
+    """Return the chosen alternative, or the next trial.
 
-    `rules`: that of each alternative; they differ in `start` alone. `tried`: the results of the
-    trials of each, as `Tune.choose` takes them.
+    `rules`: the rules of the alternatives, which differ only in `start`. `tried`: the results of
+    the trials of each, as for `Tune.choose`.
     """
     rates = []
     for number, (rule, results) in enumerate(zip(rules, tried, strict=True)):
         choice = rule.choose(results, steps)
         if choice.trial is not None:
             return Decision(None, (), (number, choice.trial))
-        assert choice.lr is not None, "a choice is a rate or a trial"
+        assert choice.lr is not None, "a choice has a rate or a trial"
         rates.append(choice.lr)
     rule = rules[0]
     trials = [Trial(lr, rule.steps or steps) for lr in rates]
-    best = [own[trial] for own, trial in zip(tried, trials, strict=True)]
+    best = [results[trial] for results, trial in zip(tried, trials, strict=True)]
     first, *others = sorted(range(len(best)), key=lambda number: -best[number])
     if not others or rule.second_seed is None or not best[first] - best[others[0]] < rule.noise:
         return Decision(first, rates, None)

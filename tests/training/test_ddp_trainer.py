@@ -9,7 +9,7 @@ import torch
 from gcbench.core.errors import UsageError
 from gcbench.training import captures, configuration, engines, launch
 from gcbench.training.configuration import Config
-from gcbench.training.overlapped import DdpTrainer, _Counting, overlap
+from gcbench.training.ddp_trainer import DdpTrainer, _Counting, overlap
 from gcbench.training.store import Run
 from gcbench.training.train import Options
 
@@ -36,8 +36,8 @@ TORCHS = {"none": {"compressor": "none"}, "fp16": {"compressor": "fp16"}}
 BUCKETS = {"two": 0.004, "one": 25.0}
 
 
-def fit(folder, **given) -> dict:
-    config = Config.make({**SHORT, **given})
+def fit(folder, **settings) -> dict:
+    config = Config.make({**SHORT, **settings})
     run = Run(folder)
     run.create()
     run.start(config.model_dump(mode="json"), configuration.provenance(config))
@@ -50,24 +50,24 @@ def trained(tmp_path_factory) -> dict:
     """What two processes train through DDP, started once for all of it: name -> summary."""
     jobs, folder = [], tmp_path_factory.mktemp("ddp")
 
-    def job(name: str, given: dict, where: str = "", how: str = "whole") -> None:
+    def job(name: str, settings: dict, where: str = "", how: str = "whole") -> None:
         run = Run(folder / (where or name))
         run.folder.exists() or run.create()
-        jobs.append((name, {**SHORT, **given}, str(run.folder), how))
+        jobs.append((name, {**SHORT, **settings}, str(run.folder), how))
 
-    for name, given in CASES.items():
-        job(name, given)
+    for name, settings in CASES.items():
+        job(name, settings)
     for name in COLLECTIVES:
         job(name, {"compressor": name, "steps": 30})
-    for name, given in TORCHS.items():
-        job(f"torch's {name}", {**given, "hook": "torch"})
-    for name, given in STOPPED.items():
-        job(f"{name}, whole", given)
-        job(f"{name}, cut", given, f"{name}, parts", "cut")
-        job(f"{name}, resumed", given, f"{name}, parts")
+    for name, settings in TORCHS.items():
+        job(f"torch's {name}", {**settings, "hook": "torch"})
+    for name, settings in STOPPED.items():
+        job(f"{name}, whole", settings)
+        job(f"{name}, cut", settings, f"{name}, parts", "cut")
+        job(f"{name}, resumed", settings, f"{name}, parts")
     for name, size in BUCKETS.items():
-        given = {"compressor": "none", "steps": 6, "bucket_mb": size}
-        job(f"{name} slow", given, how="slow")
+        settings = {"compressor": "none", "steps": 6, "bucket_mb": size}
+        job(f"{name} slow", settings, how="slow")
     first, second = launch.in_processes(2, 1, crew.train_through_ddp, (jobs,))
     for name in first:
         assert first[name].keys() == second[name].keys()
@@ -78,8 +78,8 @@ def trained(tmp_path_factory) -> dict:
 def test_ddp_ends_in_the_bits_of_the_other_engines(tmp_path, trained, case):
     """Of methods that neither draw nor cut shards, whatever the lanes are; bytes are the same."""
     there = trained[case]
-    given = {key: value for key, value in CASES[case].items() if key != "bucket_mb"}
-    here = fit(tmp_path / "simulate", **given, engine="simulate")
+    settings = {key: value for key, value in CASES[case].items() if key != "bucket_mb"}
+    here = fit(tmp_path / "simulate", **settings, engine="simulate")
     for key in ("params_sha256", "payload_bytes_up", "payload_bytes_down", "test_loss"):
         assert there[key] == here[key], key
     assert "overlap" not in here
@@ -146,7 +146,7 @@ def test_bytes_of_a_hook_that_calls_something_else_are_not_guessed(simulated):
     with pytest.raises(UsageError, match=r"broadcast_.* not counted"):
         counting.__torch_dispatch__(torch.ops.c10d.broadcast_.default, ())
     with _Counting(simulated(2)):
-        assert torch.ones(3).sum() == 3, "what is no collective is left alone"
+        assert torch.ones(3).sum() == 3, "other operations are not counted"
 
 
 REFUSED = {
@@ -168,9 +168,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_ddp_does_not_do_is_refused_with_the_reason(case):
-    given, said = REFUSED[case]
-    with pytest.raises(UsageError, match=said):
-        Config.make({**SHORT, "compressor": "none", **given})
+    settings, message = REFUSED[case]
+    with pytest.raises(UsageError, match=message):
+        Config.make({**SHORT, "compressor": "none", **settings})
 
 
 def test_nothing_sees_whole_gradients(tmp_path, simulated):
@@ -183,6 +183,6 @@ def test_nothing_sees_whole_gradients(tmp_path, simulated):
 
 def test_the_recorded_command():
     config = Config.make({**SHORT, "compressor": "fp16", "hook": "torch", "bucket_mb": 0.5})
-    said = configuration.command(config)
+    message = configuration.command(config)
     for words in ("--engine ddp", "--hook torch", "--bucket-mb 0.5"):
-        assert words in said
+        assert words in message

@@ -1,4 +1,4 @@
-"""Workers that do not have the same run are told so, each of them, before the first step."""
+"""Workers with different runs all end with an error before the first step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SAID = {
 
 
 def test_three_processes_name_all_that_differs_on_every_rank():
-    said = launch.in_processes(3, 1, crew.agree, tuple(SAID))
-    assert len(set(said)) == 1
+    message = launch.in_processes(3, 1, crew.agree, tuple(SAID))
+    assert len(set(message)) == 1
     for part in SAID.values():
-        assert part in said[0]
-    assert "compressor: [" in said[0], "the fields that were not given count, too"
-    assert re.search(r"data: [0-9a-f]{64} on worker\(s\) 0, 2, [0-9a-f]{64} on worker", said[0])
-    assert "setting task" not in said[0]
+        assert part in message[0]
+    assert "compressor: [" in message[0], "the fields that were not given count, too"
+    assert re.search(r"data: [0-9a-f]{64} on worker\(s\) 0, 2, [0-9a-f]{64} on worker", message[0])
+    assert "setting task" not in message[0]
 
 
 def test_three_processes_that_are_alike_agree():

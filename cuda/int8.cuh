@@ -19,7 +19,7 @@ GC_HD int32_t int8_rounded(float x, float divisor) {
   return (int32_t)(bits_of(rounded) - bits_of(0x1.8p23f));
 }
 
-// The same for any divisor: infinity over infinity is the one quotient that is no number; it becomes 0.
+// The same for any divisor: infinity over infinity is the only quotient that is NaN; it becomes 0.
 GC_HD int32_t int8_nearest(float x, float divisor) {
   const float y = x / divisor;
   return y == y ? int8_rounded(x, divisor) : 0;

@@ -1,7 +1,7 @@
-"""The check, before the first step, that all workers run with the same settings and data.
+"""Check before the first step that all workers have the same settings and data.
 
-Processes that do not agree would exchange payloads that each of them understands differently. So
-all of them end with an error that names what differs.
+Otherwise processes would interpret each other's payloads differently. If anything differs, all of
+them end with an error that names it.
 """
 
 from __future__ import annotations
@@ -19,63 +19,62 @@ from gcbench.training import configuration
 from gcbench.training.configuration import Config
 
 SHOWN = 120
-"""How many characters of a value an error shows."""
+"""Maximum number of characters of a value in an error."""
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Return what a run's bits depend on, apart from its data: versions, config, plug-ins."""
-    known = configuration.versions()
-    made = configuration.objects(config)
+    """Return everything that determines a run's bits except data: versions, config, plug-ins."""
+    versions = configuration.versions()
+    objects = configuration.objects(config)
     return {
-        "version of gcbench": known["gcbench"],
-        "version of torch": known["torch"],
+        "version of gcbench": versions["gcbench"],
+        "version of torch": versions["torch"],
         "instruction set": str(configuration.machine()["isa"]),
         "threads": str(torch.get_num_threads()),
         **{
             f"setting {key}": canonical(value)
             for key, value in config.model_dump(mode="json").items()
         },
-        **{name: canonical(value) for name, value in made.items()},
+        **{name: canonical(value) for name, value in objects.items()},
         "plug-ins": canonical(configuration.plugins(config)),
     }
 
 
 def digest(*splits: Split | None) -> str:
-    """Return the SHA-256 of the splits' inputs and targets; those that are None are left out."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of the splits' inputs and targets, ignoring splits that are None."""
+    total = hashlib.sha256()
     for split in splits:
         for tensor in () if split is None else (split.inputs, split.targets):
-            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             data = tensor.detach().cpu().contiguous().view(-1)
             if data.numel():
-                found.update(data.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+                total.update(data.view(torch.uint8).numpy().data)
+    return total.hexdigest()
 
 
-def check(world: World, own: Mapping[str, str]) -> None:
-    """Compare the texts of `own`, by name, among the workers of several processes.
+def check(world: World, local: Mapping[str, str]) -> None:
+    """Compare the values of `local`, by name, between the workers of several processes.
 
     Raises:
-        UsageError: on every worker, if something differs: its name, and which workers have which
-            value.
+        UsageError: on every worker if a value differs; the message lists the values by worker.
     """
     if len(world.ranks) == world.size:
         return
-    everyone = world.collect([dict(own)])
+    everyone = world.collect([dict(local)])
     apart = []
     for name in dict.fromkeys(name for each in everyone for name in each):
         values = [each.get(name, "nothing") for each in everyone]
         if len(set(values)) > 1:
-            told = (
+            by_worker = (
                 f"{_short(value)} on worker(s) "
                 f"{', '.join(str(rank) for rank, v in enumerate(values) if v == value)}"
                 for value in dict.fromkeys(values)
             )
-            apart.append(f"{name}: {', '.join(told)}")
+            apart.append(f"{name}: {', '.join(by_worker)}")
     if apart:
         raise UsageError(
             f"the workers do not agree before the first step: {'; '.join(apart)}. Start all "
-            "of them with the same gcbench, command and data"
+            "workers with the same gcbench, command and data"
         )
 
 

@@ -1,21 +1,21 @@
 // Blockwise 8-bit codes on a GPU.
 //
-// int8_blocks: a warp a block of up to 1024 elements, its largest magnitude and codes; reads 4, writes 1 byte an
-//   element, as the second look at a block is at the cache.
-// int8_encode, int8_scales: blocks of any length, a warp 1024 elements, after statistics.cu; reads 4 + 4, writes 1.
+// int8_blocks: largest magnitude and codes of blocks of up to 1024 elements, one warp per block; reads 4, writes 1 byte
+//   per element, because the second pass reads the cache.
+// int8_encode, int8_scales: blocks of any length after statistics.cu, one warp per 1024 elements; reads 4 + 4, writes 1.
 // int8_decode: (code / 127) * scale; reads 1, writes 4; with `onto` reads 4 more.
-// int8_mean: the sum of count * value over payloads, divided; reads 1 a payload, writes 4.
+// int8_mean: the sum of count * value over payloads, divided; reads 1 per payload, writes 4.
 //
-// By arithmetic, not measured: 1e8 elements at 4.3 TB/s take 0.116 ms in short blocks, 0.209 ms in long ones, 0.116
+// Estimated, not measured: 1e8 elements at 4.3 TB/s take 0.116 ms in short blocks, 0.209 ms in long ones, 0.116
 // ms to decode, 0.209 ms to decode onto others and 0.279 ms for the mean of 8.
-#include "blocks.cuh"
+#include "int8.cuh"
 #include "means.cuh"
 
 using namespace gc;
 
 namespace {
 
-constexpr int BAD_SCALE = 1, BAD_CODE = 2;  // what decoding lowers its flag to
+constexpr int BAD_SCALE = 1, BAD_CODE = 2;  // values of the error flag
 
 __device__ __forceinline__ int8_t code_of(float x, float divisor, bool stochastic, uint32_t draw) {
   return (int8_t)(stochastic ? int8_stochastic(x, divisor, draw) : int8_nearest(x, divisor));
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256)
                 const int32_t stochastic, const Key key, int8_t* __restrict__ codes, float* __restrict__ scales) {
   const int64_t s = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   const int lane = (int)(threadIdx.x % LANES);
-  if (s >= m) return;  // a whole warp
+  if (s >= m) return;  // uniform in the warp
   const int64_t start = offsets[s];
   const int count = (int)(offsets[s + 1] - start);
   const float* part = x + start;
@@ -210,6 +210,6 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int p = 0; p < in.number; ++p) check_scale(in.high[p][s], bad);
   }
   const WarpTile at(n);
-  const LevelJudge judge{(float)INT8_TOP, false, m, nullptr, bad};
+  const LevelCheck judge{(float)INT8_TOP, false, m, nullptr, bad};
   level_mean_tile(Codes{in, at}, in, offsets, judge, at, before, divisor, out);
 }

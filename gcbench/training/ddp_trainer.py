@@ -1,14 +1,14 @@
-"""Training through DistributedDataParallel, the exchange overlapped with the backward pass.
+"""Training through DistributedDataParallel, which overlaps the exchange with the backward pass.
 
 With engine `ddp` each worker is a process whose replica is wrapped by DDP, with the hook of
-`gcbench.integrations.ddp` or one of torch's. Everything else is as in `Trainer`, so that a run
-differs from one with engine `spawn` only in when gradients are exchanged, and in the order of
-tensors in the lanes, which decides how random numbers are drawn and shards are cut.
+`gcbench.integrations.ddp` or one of torch's. Everything else is as in `Trainer`. A run differs from
+one with engine `spawn` only in the time of the exchange and in the order of tensors in the lanes,
+which determines random numbers and shards.
 
-How much of the exchange is hidden is measured in every step. Backward returns when the last bucket
-has been exchanged. The time between the last gradient and that return is `exposed`; the rest of the
-time that the hook's thread spent on the exchange was hidden under the backward pass. On few cores
-the two compete: the slower backward pass then shows in `forward_backward`.
+Each step measures how much of the exchange is hidden. Backward returns when the last bucket has
+been exchanged. The time between the last gradient and that return is `exposed`; the rest of the
+hook thread's time for the exchange was hidden by the backward pass. On few cores the two compete,
+and `forward_backward` is slower.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer, clip_factor, step_with
 
 EXCHANGED = ("statistic", "encode", "communicate", "decode")
-"""The phases that the hook's thread passes through."""
+"""The phases of the hook's thread."""
 
 
 class DdpTrainer(Trainer):
@@ -48,26 +48,26 @@ class DdpTrainer(Trainer):
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         if options.on_bucket is not None or options.capture is not None:
             raise UsageError(
-                "engine ddp sends gradients before all have come, so nothing sees them whole: "
-                "capture or look at them with --engine spawn"
+                "engine ddp sends gradients before all are computed, so it cannot capture them: "
+                "use --engine spawn"
             )
         super().__init__(config, world, run, options)
-        self.exchange = Exchange(world, [], config.seed, self.clock)  # the hook has one of its own
+        self.exchange = Exchange(world, [], config.seed, self.clock)  # unused: the hook has one
         self.stages = set()
         self.hook: CommHook | None = None
         self.torch_hook: CountedHook | None = None
         self.exposed: list[float] = []
-        """Seconds of each step in which backward waited for the exchange."""
+        """Seconds per step in which backward waited for the exchange."""
         self._hook_state: Mapping[str, Any] | None = None
-        """The hook's state in the checkpoint from which the run is resumed."""
+        """The hook's state in the checkpoint of a resumed run."""
 
     def _wrap(self) -> None:
-        """Wrap the replica by DDP, and register the hook, with its state from the checkpoint."""
+        """Wrap the replica in DDP, and register the hook with its state from the checkpoint."""
         config = self.config
         self._decay_in_loss()
         with warnings.catch_warnings():
-            # Each worker keeps its own buffers, also after a resume. The argument that newer torch
-            # has in place of this one would send worker 0's buffers to all at the beginning.
+            # Each worker keeps its buffers, also after a resume. The argument that replaces this
+            # one in newer torch would broadcast worker 0's buffers at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.wrapped = DistributedDataParallel(
                 self.replicas[0], broadcast_buffers=False, bucket_cap_mb=config.bucket_mb
@@ -76,7 +76,7 @@ class DdpTrainer(Trainer):
             self.torch_hook = CountedHook(config, self.world)
             self.wrapped.register_comm_hook(None, self.torch_hook.hook())
             return
-        made = comm_hook(
+        hook = comm_hook(
             self.compressor,
             memory=config.memory,
             memory_options=config.memory_options,
@@ -87,14 +87,14 @@ class DdpTrainer(Trainer):
             seed=config.seed,
             bucket_mb=config.bucket_mb,
         )
-        # The launcher ends all workers where one fails, and a result has the bytes of gradients.
-        self.hook = CommHook(replace(made.settings, agree=False), Rates(None, None))
+        # The launcher ends all workers if one fails, and results count only the bytes of gradients.
+        self.hook = CommHook(replace(hook.settings, agree=False), Rates(None, None))
         if self._hook_state is not None:
             self.hook.load_state_dict(self._hook_state)
         self.hook.register(self.wrapped)
 
     def _decay_in_loss(self) -> None:
-        """Add the loss's L2 term to each gradient before DDP sees it, as in `finish_bucket`."""
+        """Add the loss's L2 term to each gradient before DDP, as `finish_bucket` does."""
         rate = self.config.weight_decay
         if self.config.decay != "loss" or not rate:
             return
@@ -107,7 +107,7 @@ class DdpTrainer(Trainer):
                 parameter.register_hook(decayed(parameter))  # type: ignore[no-untyped-call]
 
     def train_step(self) -> list[float]:
-        """Do one step; return this worker's loss."""
+        """Run one step; return this worker's loss."""
         self.clock.start_step()
         config, rank = self.config, self.world.ranks[0]
         lr = config.lr_at(self.step)
@@ -143,13 +143,13 @@ class DdpTrainer(Trainer):
 
     def _clip(self, limit: float) -> None:
         """Scale the gradients in place to a joint 2-norm of at most `limit`."""
-        gradients = [own.grad for own in self.parameters if own.grad is not None]
+        gradients = [each.grad for each in self.parameters if each.grad is not None]
         factor = clip_factor(gradients, limit)
         for gradient in gradients:
             gradient.mul_(factor)
 
     def _ready(self) -> float:
-        """Return the time, by the clock, at which the last gradient was computed."""
+        """Return the clock's time at which the last gradient was computed."""
         if self.hook is not None:
             return self.hook.ready
         assert self.torch_hook is not None
@@ -171,14 +171,14 @@ class DdpTrainer(Trainer):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
-        own = state["workers"][self.world.ranks[0]]
-        self._hook_state, self.exposed = own["hook"], list(own["exposed"])
+        worker = state["workers"][self.world.ranks[0]]
+        self._hook_state, self.exposed = worker["hook"], list(worker["exposed"])
 
     def _summary(self, evaluation: Mapping[str, float | None]) -> dict[str, Any]:
         summary = super()._summary(evaluation)
         busy: list[float] | None = None
         if self.hook is None:
-            summary["collective"] = "allreduce"  # torch's hooks know no other
+            summary["collective"] = "allreduce"  # the only one of torch's hooks
             for phase in EXCHANGED:
                 summary["phase_seconds"][phase] = None  # not measured inside torch's hooks
         else:
@@ -190,11 +190,10 @@ class DdpTrainer(Trainer):
 
 
 def overlap(busy: Sequence[float] | None, exposed: Sequence[float]) -> dict[str, float | None]:
-    """Return the median seconds of the exchange and of waiting for it, and the share hidden.
+    """Return the median seconds of the exchange and of waiting for it, and the hidden fraction.
 
-    `busy`: seconds that the exchange took in each step, None where they were not measured;
-    `exposed`: seconds that backward waited for it. The share is 1 - the ratio of the medians, and 0
-    where waiting took longer.
+    `busy`: seconds of the exchange per step, None if not measured; `exposed`: seconds that backward
+    waited for it. The fraction is 1 - the ratio of the medians, at least 0.
     """
     took, waited = None if busy is None else statistics.median(busy), statistics.median(exposed)
     return {
@@ -205,17 +204,17 @@ def overlap(busy: Sequence[float] | None, exposed: Sequence[float]) -> dict[str,
 
 
 class CountedHook:
-    """One of torch's hooks, which also counts the bytes of the collectives that it calls."""
+    """One of torch's hooks, with a count of the bytes of its collectives."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.world, self.ready = world, 0.0
         self.state: Any = None
-        known: dict[str, Any] = {
+        hooks: dict[str, Any] = {
             "none": default_hooks.allreduce_hook,
             "fp16": default_hooks.fp16_compress_hook,
             "powersgd": powerSGD_hook.powerSGD_hook,
         }
-        self.original = known[config.compressor]
+        self.original = hooks[config.compressor]
         if config.compressor == "powersgd":
             rank = getattr(config.make_compressor(), "rank", 1)
             self.state = powerSGD_hook.PowerSGDState(
@@ -223,7 +222,7 @@ class CountedHook:
             )
 
     def hook(self) -> Callable[..., torch.futures.Future[Tensor]]:
-        """Return the function to register, with the annotations as classes, as DDP expects them."""
+        """Return the function to register, with classes as annotations, as DDP requires."""
 
         def counted(state, bucket):  # type: ignore[no-untyped-def]
             self.ready = time.perf_counter()
@@ -238,7 +237,7 @@ class CountedHook:
 
 
 class _Counting(TorchDispatchMode):
-    """Adds the bytes of all-reduces that are called in its context to this worker's traffic."""
+    """Adds the bytes of all-reduces in its context to this worker's traffic."""
 
     def __init__(self, world: World) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -254,5 +253,5 @@ class _Counting(TorchDispatchMode):
                 traffic.payload_down += nbytes
                 traffic.wire += 2 * (size - 1) / size * nbytes
         elif func.namespace == "c10d":
-            raise UsageError(f"a hook called {func}, whose bytes are not counted here")
+            raise UsageError(f"a hook called {func}, whose bytes cannot be counted")
         return func(*args, **(kwargs or {}))

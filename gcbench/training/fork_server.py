@@ -1,13 +1,12 @@
-"""The script behind local worker processes: `python -P launched.py FOLDER PARENT CHANNEL`.
+"""The fork server of local worker processes: `python -P fork_server.py FOLDER PARENT CHANNEL`.
 
-It imports torch, gcbench and the module of the job once, and forks the workers, so that their start
-takes the time of one import, not of one each, and they share the memory of what was imported. Then
-it waits for them, as the processes that forked them must: it tells the launcher, by the socket
-CHANNEL, how each has ended, and sends the workers the signals that the launcher asks for. (The
-launcher cannot fork them itself: it has threads, and may have used a GPU.)
+It imports torch, gcbench and the module of the job once, and forks the workers, so that they start
+in the time of one import and share the memory of the imported modules. It reports to the launcher,
+over the socket CHANNEL, how each worker ended, and sends the workers the signals that the launcher
+requests. (The launcher cannot fork them itself: it has threads, and may have used a GPU.)
 
-It imports only after `die_with_parent`: imports take seconds, and a launcher that is killed
-meanwhile must leave no process behind.
+It calls `die_with_parent` before imports, which take seconds, so that no process remains if the
+launcher is killed meanwhile.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 """Option of Linux's prctl: the name of this process in `ps -o comm` and top."""
 STARTED = "started"
-"""What the launcher is told when the workers run."""
+"""The message to the launcher when the workers run."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel end this process by SIGKILL when its parent, the process `parent`, ends.
+    """Have the kernel send this process SIGKILL when its parent, the process `parent`, ends.
 
-    By SIGKILL, because at other signals a worker would continue, or write a checkpoint without its
-    launcher. If the parent has ended before this call, no signal will come, and the process ends at
-    once. Only Linux can send the signal; elsewhere only this last check is made.
+    At other signals a worker would continue, or write a checkpoint without its launcher. If the
+    parent ended before this call, the process ends at once. Other systems than Linux cannot send
+    the signal, and only make this last check.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -46,23 +45,23 @@ def die_with_parent(parent: int) -> None:
 
 
 def name_of_worker(rank: int) -> str:
-    """Return the name under which `ps -o comm` and top show a worker."""
+    """Return a worker's name in `ps -o comm` and top."""
     return f"gcbench-{rank}"
 
 
 class _Workers:
-    """The workers of a job, as the process that forks them sees them."""
+    """The workers of a job, as the fork server manages them."""
 
     def __init__(self, folder: str, job: dict[str, Any], channel: socket.socket) -> None:
         self.folder, self.job, self.channel = folder, job, channel
         self.pids: dict[int, int] = {}
-        """Rank -> process, of the workers that have not ended."""
+        """Process IDs of the running workers by rank."""
         self.wake, self.woken = os.pipe()
 
     def fork(self) -> None:
-        """Start all workers, and be told of every one that ends.
+        """Start all workers, and wake up whenever one ends.
 
-        SIGTERM often goes to a whole group of processes; the launcher decides what becomes of it.
+        SIGTERM is ignored: it often goes to a whole process group, and the launcher handles it.
         """
         os.set_blocking(self.woken, False)
         signal.set_wakeup_fd(self.woken)
@@ -70,7 +69,7 @@ class _Workers:
             signal.signal(number, lambda number, frame: None)
         parent = os.getpid()
         for rank in range(self.job["workers"]):
-            with warnings.catch_warnings(action="ignore"):  # of threads: those of BLAS allow it
+            with warnings.catch_warnings(action="ignore"):  # BLAS threads allow a fork
                 pid = os.fork()
             if pid == 0:
                 self._work(rank, parent)
@@ -78,7 +77,7 @@ class _Workers:
         self._tell(STARTED)
 
     def _work(self, rank: int, parent: int) -> None:
-        """Be a worker, in a process that was just forked; this does not return."""
+        """Run a worker in a forked process; this does not return."""
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -94,7 +93,7 @@ class _Workers:
         launch.work(self.folder, rank, self.job)
 
     def serve(self) -> None:
-        """Tell how each worker ends and pass signals on, until the launcher closes the channel."""
+        """Report ended workers and forward signals until the launcher closes the channel."""
         asked, watched = b"", [self.wake, self.channel.fileno()]
         while True:
             ready, _, _ = select.select(watched, [], [])
@@ -102,7 +101,7 @@ class _Workers:
                 os.read(self.wake, 4096)
                 self._reap()
             if watched[1] in ready:
-                if not (data := self.channel.recv(4096)):  # as when the launcher is gone
+                if not (data := self.channel.recv(4096)):  # also if the launcher is gone
                     for rank in self.pids:
                         self._signal(rank, signal.SIGKILL)
                     return
@@ -122,28 +121,28 @@ class _Workers:
                 self.channel.shutdown(socket.SHUT_WR)
 
     def _signal(self, rank: int, number: int) -> None:
-        """Send a signal to a worker that was not waited for yet: its number is no one else's."""
+        """Send a signal to a worker that was not reaped yet, whose process ID is still valid."""
         if rank in self.pids:
             os.kill(self.pids[rank], number)
 
     def _tell(self, line: str) -> None:
-        with suppress(OSError):  # the launcher is gone, which `serve` finds out
+        with suppress(OSError):  # `serve` detects that the launcher is gone
             self.channel.sendall(f"{line}\n".encode())
 
 
 def main() -> None:
-    """Run the workers that the launcher has described in the folder's job.json."""
+    """Run the workers that the folder's job.json describes."""
     folder, parent, channel = sys.argv[1:]
     die_with_parent(int(parent))
     with open(os.path.join(folder, "job.json")) as file:
         job = json.load(file)
     sys.path[:] = job["path"]
-    gc.disable()  # nothing that is imported is garbage
+    gc.disable()  # imports create no garbage
     from gcbench.training import launch
 
-    with suppress(Exception):  # the workers raise it again, and report it
+    with suppress(Exception):  # the workers raise and report it
         launch.named(job["call"])
-    gc.freeze()  # or the workers' collections would write to, and so copy, what they share
+    gc.freeze()  # otherwise collections in the workers would copy the shared memory
     gc.enable()
     workers = _Workers(folder, job, socket.socket(fileno=int(channel)))
     workers.fork()

@@ -1,6 +1,6 @@
 // 1-bit codes on the CPU, and the means of their classes.
 //
-// Encoding reads 4 bytes an element and writes 1/8; with error feedback it reads 8 and writes 4 1/8 where segments are
+// Encoding reads 4 bytes per element and writes 1/8; with error feedback it reads 8 and writes 4 1/8 where segments are
 // short, and reads and writes 4 more where they are not.
 #include <algorithm>
 #include <vector>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t MANY = 1 << 15;  // elements of a segment that is too long to be read again from a cache
 constexpr int64_t LEAD = 384;      // distance of the prefetch from the sums, in elements; with more, lines are evicted
-constexpr int64_t PIECES = 8;      // up to so many segments, a tile is encoded row by row
+constexpr int64_t PIECES = 8;      // with at most this many segments, a tile is encoded row by row
 
 // ---- class sums ------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class FeedbackEncoder {
     return ones;
   }
 
-  // Offer a tile of a segment, and return its sums. For each 64 elements LINES lines are asked for, from `ahead` on.
+  // Offer a tile of a segment, and return its sums. For each 64 elements LINES lines are requested, from `ahead` on.
   template <int LINES>
   Sums<K> sums_of_tile(int64_t s, int64_t tile, int64_t ahead, int64_t& ones) const {
     const int64_t start = segments_.offsets[s] + tile * TILE;
@@ -294,7 +294,7 @@ class FeedbackEncoder {
     }
   }
 
-  // `ahead`: the first element that has not been asked for. Sums and codes ask for one half each of what they work
+  // `ahead`: the first element that has not been requested. Sums and codes ask for one half each of what they work
   // through, so that memory has as much time as both take.
   void sum_short(int64_t s, int64_t& ahead) {
     const int64_t tiles = tiles_of(length(s));

@@ -1,8 +1,8 @@
-// Blockwise 8-bit codes on the CPU. Encoding with its statistic reads 4 bytes an element where blocks are short, else
-// 8, and writes 1; decoding reads 1 and writes 4, a mean reads 1 a payload.
+// Blockwise 8-bit codes on the CPU. Encoding with its statistic reads 4 bytes per element where blocks are short, else
+// 8, and writes 1; decoding reads 1 and writes 4, a mean reads 1 per payload.
 #include <stdlib.h>
 
-#include "blocks.cuh"
+#include "int8.cuh"
 #include "blocks.hpp"
 #include "levels.cuh"
 #include "called.hpp"
@@ -48,9 +48,9 @@ inline void encode_mixed(const float* x, const float* divisor, const uint32_t* d
 
 constexpr int VECTORS = 4;                // whose sums stay in registers
 constexpr int CHUNK = VECTORS * WIDTH;    // elements of these
-constexpr int AHEAD = 2 * TILE;           // codes from what is read to what is asked for
+constexpr int AHEAD = 2 * TILE;           // codes from what is read to what is prefetched
 
-// Payloads of a mean: codes and scales of each, and how many workers it is for.
+// Payloads of a mean: codes and scales of each, and the number of workers.
 struct Payloads {
   const int8_t* const* codes;
   const float* const* scales;
@@ -83,7 +83,7 @@ inline VecF ratios(VecI code) {  // level_ratio for 127 levels
 #endif
 }
 
-// Sums of what the codes of all payloads stand for, times their counts, of the elements from `begin` to `end` of the
+// Sums of the decoded values of all payloads times their counts, of the elements from `begin` to `end` of the
 // tile at `start`, all in segment s. `lowest`: the lowest codes.
 inline void add_part(const Payloads& in, int64_t start, int64_t s, int begin, int end, float* sums, VecI& lowest) {
   int i = begin;
@@ -91,7 +91,7 @@ inline void add_part(const Payloads& in, int64_t start, int64_t s, int begin, in
     VecF sum[VECTORS];
     VecI low = lowest;
     GC_UNROLL
-    for (int v = 0; v < VECTORS; ++v) sum[v] = -VecF{};  // -0 adds nothing
+    for (int v = 0; v < VECTORS; ++v) sum[v] = -VecF{};  // -0 is the neutral element
     GC_ROLLED for (int p = 0; p < in.number; ++p) {
       const int8_t* codes = in.codes[p] + start + i;
       const float scale = in.scales[p][s], times = in.counts[p];
@@ -168,7 +168,7 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
 GC_CALLED(gc_int8_encode)
 
 // The sum over `number` payloads of (code / 127) * scale, each times its count, divided by `divisor`. Returns 1
-// if a scale, 2 if a code is what no encoder sends.
+// if a scale, 2 if a code is invalid.
 GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scales, const float* counts, int number,
                             float divisor, int64_t n, const int64_t* table, int64_t m, float* out, int threads) {
   const Segments segments(table, m);
