@@ -81,11 +81,11 @@ def page(rows: list[dict[str, Any]]) -> str:
             )
     lines += [
         "",
-        "Not covered: larger inputs; faults at single steps, or with a period that is neither"
-        " below 2,048 nor round; faults in single elements of long tensors, where the noise "
-        "of a random code hides them; faults that need special values of three dimensions at "
-        "once (all pairs are tried); behind element 2^24, everything but whether gradients "
-        "arrive; properties that a method does not claim; devices other than the CPU.",
+        "Not covered: larger inputs; faults at single steps, or with a period that is neither "
+        "below 2,048 nor round; faults in single elements of long tensors, where the noise of a "
+        "random code hides them; faults that need special values of three dimensions at once (all "
+        "pairs are tried); behind element 2^24, everything but whether gradients arrive; "
+        "properties that a method does not claim; devices other than the CPU.",
         "",
     ]
     return "\n".join(lines)

@@ -464,7 +464,7 @@ def test_verify_answers_in_25_lines(capsys):
 
 
 def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
-    name, checks = "signsgd", ("buffers", "unbiased")
+    name, checks = "bf16", ("buffers", "unbiased")
     found = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     known = {check: lambda method: found for check in checks}
     monkeypatch.setattr(properties, "CHECKS", known)
