@@ -50,13 +50,18 @@ def run(method: Compressor, name: str) -> Outcome:
     return Outcome(name, str(result.measured), str(result.bound), verdict, result.note)
 
 
-@cache
 def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
     """Return the registered method's variants: their options as text, and the compressor."""
+    return _configurations(registry.compressor_class(name))
+
+
+@cache
+def _configurations(cls: type[Compressor]) -> tuple[tuple[str, Compressor], ...]:
+    """Return the variants of a class. The name is not the key: files of one name may differ."""
     configured = []
-    for options in registry.compressor(name).variants:
+    for options in cls().variants:
         text = " ".join(f"{key}={value}" for key, value in options.items())
-        configured.append((text, registry.compressor(name, **options)))
+        configured.append((text, registry.compressor(cls.name, **options)))
     return tuple(configured)
 
 

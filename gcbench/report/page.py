@@ -46,16 +46,7 @@ class Found:
     """What a reader calls an analysis, by its name: its kind, or its file."""
 
     faults: reader.Faults = field(default_factory=list)
-    """Errors of what could not be read, and is left out."""
-
-    def add_from(self, folder: Path) -> None:
-        """Add the analysis in a folder, or its error to `faults`."""
-        try:
-            self.add(measuring.load(folder))
-        except UsageError:
-            raise
-        except GcbenchError as error:
-            self.faults.append(error)
+    """Errors of rows and runs that could not be read, and are left out."""
 
     def add(self, analysis: Analysis, label: str | None = None) -> None:
         """Keep an analysis; of two copies of one, that with more tables."""
@@ -73,14 +64,14 @@ class Found:
 def collect(places: Sequence[Path]) -> Found:
     """Return what is found in these folders, at any depth, and in JSON files that are named.
 
-    Rows, runs and analyses that cannot be read are left out, their errors in `Found.faults`.
+    Rows and runs that cannot be read are left out, their errors in `Found.faults`.
 
     Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
     an analysis, or kernel timings.
 
     Raises:
         UsageError: a path is missing or holds something else, or nothing is found in any of them.
-        GcbenchError: nothing else than what cannot be read is there.
+        GcbenchError: an analysis cannot be read, or no run can.
     """
     found = Found()
     holding: list[Path] = []
@@ -92,7 +83,7 @@ def collect(places: Sequence[Path]) -> Found:
             holding += _file(place, found)
             continue
         for folder in _analyses(place):
-            found.add_from(folder)
+            found.add(measuring.load(folder))
         if any(reader.run_folders(place)) or reader.row_files(place):
             holding.append(place)
     if holding:
@@ -123,7 +114,7 @@ def _file(path: Path, found: Found) -> list[Path]:
         raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
     keys = data.keys() if isinstance(data, dict) else set()
     if path.name == HEAD:
-        found.add_from(path.parent)
+        found.add(measuring.load(path.parent))
     elif keys >= {"kind", "tables"}:
         found.add(measuring.parse(data, path), path.stem)
     elif keys >= {"machine", "rows"} or "benchmarks" in keys:

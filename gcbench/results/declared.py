@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,8 +43,10 @@ def of_method(config: Mapping[str, Any]) -> Declared | None:
 
     Fields that change by step have the values of the last step.
     """
-    name = str(config.get("compressor"))
-    return _literal(name) or _computed(name, canonical(config.get("options") or {}))
+    name, options = str(config.get("compressor")), canonical(config.get("options") or {})
+    if f"gcbench.compressors.{name}" in sys.modules:
+        return _computed.__wrapped__(name, options)
+    return _literal(name) or _computed(name, options)
 
 
 @cache
