@@ -165,12 +165,12 @@ class Announcing:
             return
         self.announced = True
         pace = seconds / done
-        this_run, whole = (
+        here, whole = (
             timedelta(seconds=round(pace * left))
             for left in (self.steps - step, self.steps - step + self.after)
         )
         self.inner.say(
-            f"about {this_run} left of this run, {whole} of the grid ({self.after:,} steps after it) "
+            f"about {here} left of this run, {whole} of the grid ({self.after:,} steps after it) "
             "by this run's pace; Ctrl-C keeps what is done"
         )
 
