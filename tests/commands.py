@@ -34,15 +34,19 @@ class Result(NamedTuple):
         return json.loads(self.out)
 
 
+def brief(*_: object, **__: object) -> Any:
+    """Return the effort of a verification that searches few inputs."""
+    from gcbench.checks.cases import Effort
+
+    return Effort(every=60, long=0, many=0, million=0, steps=1, thin=60)
+
+
 def invoke(*words: object, main: Callable[[], None] = cli.main) -> Result:
     """Run `gcbench *words`, or another program's `main`, in this process.
 
     A verification searches few inputs.
     """
     from gcbench.checks import verify
-    from gcbench.checks.cases import Effort
-
-    brief = Effort(every=60, long=0, many=0, million=0, steps=1, thin=60)
 
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["gcbench", *map(str, words)]
@@ -50,7 +54,7 @@ def invoke(*words: object, main: Callable[[], None] = cli.main) -> Result:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", argv),
-        mock.patch.object(verify, "effort_for", return_value=brief),
+        mock.patch.object(verify, "effort_for", brief),
     ):
         try:
             main()

@@ -83,24 +83,24 @@ class Search:
 
     def _start(self) -> None:
         try:
-            self.known = oracle.profile(self.calls)
+            self.profile = oracle.profile(self.calls)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             self.findings.append(Finding(self.calls.last, what, "shapes [40x50]; normal values"))
 
     def _try(self, case: Case) -> tuple[bytes, ...] | None:
         self.inputs += 1
-        fault, made = attempt(self.calls, self.known, case)
+        fault, trial = attempt(self.calls, self.profile, case)
         if fault is not None:
-            case, fault = shrunk(self.calls, self.known, case, fault, self.shrink)
+            case, fault = shrunk(self.calls, self.profile, case, fault, self.shrink)
             self.findings.append(Finding(fault.function, fault.what, str(case)))
             return None
-        assert made is not None
-        return made.digest()
+        assert trial is not None
+        return trial.digest()
 
     def _pairs(self) -> None:
         seen: list[tuple[Case, tuple[bytes, ...]]] = []
-        for case in cases(self.known, self.effort, self.seed, self.exact):
+        for case in cases(self.profile, self.effort, self.seed, self.exact):
             digest = self._try(case)
             if digest is None:
                 return
@@ -116,7 +116,7 @@ class Search:
                 return
 
     def _sweeps(self) -> None:
-        for where, look in sweep_keys(self.calls, self.known, self.effort):
+        for where, look in sweep_keys(self.calls, self.profile, self.effort):
             self.inputs += 1
             try:
                 look()
@@ -128,8 +128,8 @@ class Search:
             if self.findings:
                 return
         for case in (
-            *sweep_workers(self.calls, self.known, self.effort),
-            *sweep_positions(self.calls, self.known),
+            *sweep_workers(self.calls, self.profile, self.effort),
+            *sweep_positions(self.calls, self.profile),
         ):
             if self._try(case) is None:
                 return
@@ -175,7 +175,7 @@ class Search:
 
     def _same_length(self) -> None:
         """Buckets of one length and other segments, one after the other and mixed."""
-        made = []
+        trials = []
         for turn in range(2):
             for shapes in inputs.same_length()[:: 1 - 2 * turn]:
                 case = Case(shapes, values="segments of different norms", workers=2)
@@ -184,12 +184,12 @@ class Search:
         if isinstance(self.calls.method, MultiRoundCompressor):
             return
         for shapes in inputs.same_length():
-            _, one = attempt(self.calls, self.known, Case(shapes))
+            _, one = attempt(self.calls, self.profile, Case(shapes))
             if isinstance(one, Trial):
-                made.append(one)
-        for one in made:
+                trials.append(one)
+        for one in trials:
             self.calls.encode(one.xs[0], one.segments, one.shared, one.case.key())
-        for one in reversed(made):
+        for one in reversed(trials):
             got = self.calls.decode(one.payloads[0], one.segments, one.shared)
             if not torch.equal(got, one.decoded[0]):
                 self.findings.append(
@@ -263,9 +263,9 @@ class Search:
 def mean_fault(method: Compressor, workers: Sequence[int] = (1, 2, 3, 5, 8, 16)) -> str:
     """Return how `mean`, `merge` or `decode_sum` breaks its definition on short inputs, or ""."""
     calls = Calls(method)
-    known = oracle.profile(calls)
+    profile = oracle.profile(calls)
     for count in workers:
-        fault, _ = attempt(calls, known, Case(((40, 33), (0,), (1,), (1030,)), workers=count))
+        fault, _ = attempt(calls, profile, Case(((40, 33), (0,), (1,), (1030,)), workers=count))
         if fault is not None and fault.function in ("mean", "merge", "decode_sum"):
             return f"{fault} ({count} workers)"
     return ""
@@ -275,7 +275,7 @@ def mean_fault(method: Compressor, workers: Sequence[int] = (1, 2, 3, 5, 8, 16))
 
 
 def shrunk(
-    calls: Calls, known: Profile, case: Case, fault: FaultError, tries: int
+    calls: Calls, profile: Profile, case: Case, fault: FaultError, tries: int
 ) -> tuple[Case, FaultError]:
     """Return the smallest input within `tries` steps on which the same function still fails."""
     left = tries
@@ -286,9 +286,9 @@ def shrunk(
             if left <= 0:
                 break
             left -= 1
-            found, _ = attempt(calls, known, smaller)
-            if found is not None and found.function == fault.function:
-                case, fault, progress = smaller, found, True
+            other, _ = attempt(calls, profile, smaller)
+            if other is not None and other.function == fault.function:
+                case, fault, progress = smaller, other, True
                 break
     return case, fault
 

@@ -133,9 +133,9 @@ def compare(method: Compressor, reference: Reference) -> Iterator[Outcome]:
         )
     bound = "the same bits" if not reference.tolerance else f"within {reference.tolerance:g}"
     done, faults = _single_calls(method, reference)
-    for name, found in faults.items():
-        verdict = "fails" if found else "holds"
-        yield Outcome(f"reference: {name}", f"{done} inputs", bound, verdict, found)
+    for name, fault in faults.items():
+        verdict = "fails" if fault else "holds"
+        yield Outcome(f"reference: {name}", f"{done} inputs", bound, verdict, fault)
     if all(faults.values()):
         return
     name = f"reference: {STEPS} steps of training"
@@ -143,8 +143,8 @@ def compare(method: Compressor, reference: Reference) -> Iterator[Outcome]:
         why = "needs an all-gather, which the method does not list"
         yield Outcome(name, "-", bound, "not declared", why)
         return
-    found = _training(method, reference)
-    yield Outcome(name, f"{WORKERS} workers", bound, "fails" if found else "holds", found)
+    fault = _training(method, reference)
+    yield Outcome(name, f"{WORKERS} workers", bound, "fails" if fault else "holds", fault)
 
 
 def _cases() -> Iterator[Case]:
@@ -166,12 +166,12 @@ def _cases() -> Iterator[Case]:
 
 def _single_calls(method: Compressor, reference: Reference) -> tuple[int, dict[str, str]]:
     calls = Calls(method)
-    known = profile(calls)
+    facts = profile(calls)
     faults = {"decode(encode(x))": "", "mean": ""}
     done = 0
     for case in _cases():
         done += 1
-        trial = Trial(calls, known, case)
+        trial = Trial(calls, facts, case)
         segments, shared = trial.segments, trial.shared
         payloads, wanted = [], []
         for rank, x in enumerate(trial.xs):
@@ -213,11 +213,11 @@ def _training(method: Compressor, reference: Reference) -> str:
     def gradient(parameters: Tensor, rank: int, step: int) -> Tensor:
         weight, bias = parameters[:size].view(classes, features), parameters[size:]
         rows = torch.arange(each // 2) * 2 + step % 2
-        own, right = x[rank][rows], labels[rank][rows]
-        off = torch.softmax(own @ weight.T + bias, 1)
+        features_of_step, right = x[rank][rows], labels[rank][rows]
+        off = torch.softmax(features_of_step @ weight.T + bias, 1)
         off[torch.arange(len(rows)), right] -= 1
         off /= len(rows)
-        return torch.cat([(off.T @ own).reshape(-1), off.sum(0)])
+        return torch.cat([(off.T @ features_of_step).reshape(-1), off.sum(0)])
 
     def agreed(xs: Sequence[Tensor], key: Key) -> Tensor:
         return Calls(method).shared(xs, segments, key)

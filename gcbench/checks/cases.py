@@ -120,9 +120,9 @@ def effort_for(method: Compressor, *, first: bool) -> Effort:
     return SLOW if method.scratch else VARIANT
 
 
-def cases(known: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()) -> Iterator[Case]:
+def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()) -> Iterator[Case]:
     """Yield the inputs of one search; `exact`: families that the method transmits exactly."""
-    short = inputs.short_shapes(known.group)
+    short = inputs.short_shapes(profile.group)
     dimensions: dict[str, Sequence[Any]] = {
         "shapes": list(short.values()),
         "values": list(inputs.FAMILIES),

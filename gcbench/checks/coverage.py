@@ -2,7 +2,7 @@
 
     python -m gcbench.checks.coverage [--output results/COVERAGE.md] [NAME ...]
 
-Each method is verified in a process of its own. The page names the largest inputs per function;
+Each method is verified in a separate process. The page names the largest inputs per function;
 larger ones, and what no row names, are not checked.
 """
 
@@ -69,22 +69,23 @@ def page(rows: list[dict[str, Any]]) -> str:
         "|-|-|-|-|-|-|-|",
     ]
     for function in FUNCTIONS:
-        found = [row["covered"][function] for row in rows if function in row["covered"]]
-        if found:
+        limits = [row["covered"][function] for row in rows if function in row["covered"]]
+        if limits:
             cells = [
-                _range([getattr(each, field) for each in found])
+                _range([getattr(each, field) for each in limits])
                 for field in ("elements", "segments", "workers", "step")
             ]
-            low, high = max(each.low for each in found), min(each.high for each in found)
+            low, high = max(each.low for each in limits), min(each.high for each in limits)
             lines.append(
-                f"| `{function}` | {len(found)} | {' | '.join(cells)} | 2^{low} to 2^{high} |"
+                f"| `{function}` | {len(limits)} | {' | '.join(cells)} | 2^{low} to 2^{high} |"
             )
     lines += [
         "",
-        "Not covered: larger inputs than these; a fault at single steps or at a period that is "
-        "neither below 2,048 nor round, or in single elements of long tensors that a random code "
-        "hides; several dimensions that must all have special values at once (pairs are tried); "
-        "what a method claims nothing of; other devices than the CPU.",
+        "Not covered: larger inputs; faults at single steps, or with a period that is neither"
+        " below 2,048 nor round; faults in single elements of long tensors, where the noise "
+        "of a random code hides them; faults that need special values of three dimensions at "
+        "once (all pairs are tried); behind element 2^24, everything but whether gradients "
+        "arrive; properties that a method does not claim; devices other than the CPU.",
         "",
     ]
     return "\n".join(lines)

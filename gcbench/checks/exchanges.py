@@ -45,16 +45,16 @@ def exchange_steps(
     collective: str,
     steps: Sequence[Sequence[Tensor]],
     shapes: Sequence[Sequence[int]],
-    kept: memory.Memory,
+    carried: memory.Memory,
     rule: UpdateRule = PLAIN,
 ) -> tuple[Iterator[Tensor], Exchange]:
     """Return the means of these steps, one list of gradients per step, and their exchange."""
     world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
     clock = Clock(world.device)
     clock.start_step()
-    lane = Lane(method, collective, 0, calls.segments_of(method, shapes), kept, rule=rule)
-    made = Exchange(world, [lane], 7, clock)
-    return (made.mean(list(xs), step) for step, xs in enumerate(steps)), made
+    lane = Lane(method, collective, 0, calls.segments_of(method, shapes), carried, rule=rule)
+    exchanging = Exchange(world, [lane], 7, clock)
+    return (exchanging.mean(list(xs), step) for step, xs in enumerate(steps)), exchanging
 
 
 WARM_UP = 3
@@ -70,9 +70,11 @@ def _rule_steps(
     The first `WARM_UP` steps are fp32; then `code` encodes. `resume`: one step later a new exchange
     continues from copies of all buffers, as after a checkpoint.
     """
-    kept, collective = memory.of(method), code.legal_collectives()[0]
-    exact = exchange.lane_of(RULE_SHAPES, 0, method, collective, kept, exact=True)
-    lossy = Lane(code, collective, 0, calls.segments_of(code, RULE_SHAPES), kept, rule=method.rule)
+    carried, collective = memory.of(method), code.legal_collectives()[0]
+    exact = exchange.lane_of(RULE_SHAPES, 0, method, collective, carried, exact=True)
+    lossy = Lane(
+        code, collective, 0, calls.segments_of(code, RULE_SHAPES), carried, rule=method.rule
+    )
 
     def make(step: int) -> Exchange:
         world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
@@ -80,17 +82,17 @@ def _rule_steps(
         clock.start_step()
         return Exchange(world, [exact if step < WARM_UP else lossy], 7, clock)
 
-    made = make(0)
+    current = make(0)
     for step, xs in enumerate(steps):
         if step == WARM_UP:
-            made.change([lossy])
-        yield made.mean(list(xs), step).clone()
+            current.change([lossy])
+        yield current.mean(list(xs), step).clone()
         if resume and step == WARM_UP:
             later = make(0)
             later.change([lossy])
             for worker in range(len(xs)):
-                later.load_state_dict(made.state_dict(worker), worker)
-            made = later
+                later.load_state_dict(current.state_dict(worker), worker)
+            current = later
 
 
 def with_default_mean(method: Compressor) -> Compressor:
@@ -103,11 +105,11 @@ def with_default_mean(method: Compressor) -> Compressor:
     if method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor):
         return method
     steps = {name: vars(Compressor)[name] for name in ("mean", "encode_feedback")}
-    made = copy.copy(method)
+    derived = copy.copy(method)
     steps["decode"] = staticmethod(method.decode)
     kind = type(type(method).__name__, (type(method),), steps)
-    object.__setattr__(made, "__class__", kind)  # the dataclass is frozen
-    return made
+    object.__setattr__(derived, "__class__", kind)  # the dataclass is frozen
+    return derived
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -190,8 +192,8 @@ def collectives(method: Compressor) -> Measurement:
     """
     legal = method.legal_collectives()
     compared = [name for name in legal if name != "twoshot" or not requantizes(method)]
-    own = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
-    if not compared or (len(compared) == 1 and (own or compared == ["allgather"])):
+    undefined = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
+    if not compared or (len(compared) == 1 and (undefined or compared == ["allgather"])):
         raise NotDeclaredError("a single collective, or one that encodes the mean again")
     shapes = [(40, 33), (0,), (1,), (1030,)]
     wrong = 0
@@ -199,7 +201,7 @@ def collectives(method: Compressor) -> Measurement:
         xs = [(1 + rank) * inputs.normal(40 * 33 + 1031, rank) for rank in range(workers)]
         means = [exchanged_mean(method, collective, xs, shapes) for collective in compared]
         wrong += sum(not same(means[0], other) for other in means[1:])
-        if not own and "allgather" not in compared:
+        if not undefined and "allgather" not in compared:
             wrong += not near(means[0], exchanged_mean(method, "allgather", xs, shapes))
     return Measurement(f"{wrong} means differ", "0", wrong == 0, ", ".join(compared))
 
@@ -246,11 +248,13 @@ def telescoping(method: Compressor) -> Measurement:
         if collective != method.legal_collectives()[0] or method != type(method)():
             steps = steps[:50]
         longest = max(longest, len(steps))
-        means, made = exchange_steps(method, collective, steps, shapes, memory.make("residual", {}))
+        means, finished = exchange_steps(
+            method, collective, steps, shapes, memory.make("residual", {})
+        )
         applied = torch.zeros(n, dtype=torch.float64)
         for mean in means:
             applied += mean.double()
-        states = [states[0] for states in made.workers]
+        states = [states[0] for states in finished.workers]
         left = torch.stack([state["residual"] for state in states]).double().mean(0)
         if collective == "twoshot" and requantizes(method):
             left = left + torch.cat([state["owner"] for state in states]).double()
@@ -268,12 +272,12 @@ def buffers(method: Compressor) -> Measurement:
     """
     shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
     n = 40 * 33 + 1031
-    kept = memory.of(method)
+    carried = memory.of(method)
     for collective in method.legal_collectives():
         steps = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
         copies = [[x.clone() for x in xs] for xs in steps]
-        means, left = exchange_steps(method, collective, steps, shapes, kept, method.rule)
-        others, right = exchange_steps(method, collective, copies, shapes, kept, method.rule)
+        means, left = exchange_steps(method, collective, steps, shapes, carried, method.rule)
+        others, right = exchange_steps(method, collective, copies, shapes, carried, method.rule)
         for step, xs in enumerate(copies):
             mean = next(means)
             other = next(others).clone()
@@ -315,14 +319,14 @@ def updates(method: Compressor) -> Measurement:
     declared = method.claims.uncompressed(gradients, WARM_UP)
     if declared is None:
         raise NotDeclaredError("no uncompressed optimizer is declared")
-    made = _rule_steps(method, registry.compressor("none"), [[g] for g in gradients])
-    wrong = [t for t, (a, b) in enumerate(zip(made, declared, strict=True)) if not same(a, b)]
+    applied = _rule_steps(method, registry.compressor("none"), [[g] for g in gradients])
+    wrong = [t for t, (a, b) in enumerate(zip(applied, declared, strict=True)) if not same(a, b)]
     right = f"{len(gradients)} steps equal"
     return Measurement(f"steps {wrong} differ" if wrong else right, "the same bits", not wrong)
 
 
-def _carried_tensors(made: Exchange) -> Iterator[Tensor]:
+def _carried_tensors(running: Exchange) -> Iterator[Tensor]:
     """Yield all tensors that an exchange carries to the next step."""
-    for states in (*made.workers, made.joint):
+    for states in (*running.workers, running.joint):
         for state in states:
             yield from state.values()

@@ -71,8 +71,8 @@ def exchange(method: Compressor, carried: Memory, collective: str | None = None)
     return Exchange(world, [Lane(method, way, 0, segments, carried)], 7, clock)
 
 
-def _states(made: Exchange) -> list[dict[str, Tensor]]:
-    return [*(worker[0] for worker in made.workers), made.joint[0]]
+def _states(running: Exchange) -> list[dict[str, Tensor]]:
+    return [*(worker[0] for worker in running.workers), running.joint[0]]
 
 
 def _buffers(carried: Memory, method: Compressor) -> str:
@@ -95,12 +95,12 @@ def _received(carried: Memory, method: Compressor) -> str:
     if not carried.carries:
         return SKIPPED + "the gradient is offered as it is"
     spy = Spy(carried)
-    made = exchange(method, spy, "allgather")
+    running = exchange(method, spy, "allgather")
     calls, segments = Calls(method), Segments.of(SHAPES, method.granularity)
     for step in range(4):
         spy.offered.clear()
         spy.sent.clear()
-        made.mean(gradients(step), step)
+        running.mean(gradients(step), step)
         if spy.changed:
             return f"step {step}: offer changes the gradient"
         key = Key(7, step, 0)
@@ -114,11 +114,11 @@ def _received(carried: Memory, method: Compressor) -> str:
 
 def _checkpoint(carried: Memory, method: Compressor) -> str:
     """A memory goes on from its saved buffers to the same bits, and has no other state."""
-    made = exchange(method, carried)
+    running = exchange(method, carried)
     for step in range(3):
-        made.mean(gradients(step), step, lr=0.1)
-    saved = copy.deepcopy((made.workers, made.joint))
-    after = [made.mean(gradients(step), step, lr=0.05).clone() for step in range(3, 6)]
+        running.mean(gradients(step), step, lr=0.1)
+    saved = copy.deepcopy((running.workers, running.joint))
+    after = [running.mean(gradients(step), step, lr=0.05).clone() for step in range(3, 6)]
     other = exchange(method, copy.deepcopy(carried))
     other.workers, other.joint = saved
     other.assume(0.1)
@@ -130,12 +130,12 @@ def _checkpoint(carried: Memory, method: Compressor) -> str:
 
 def _finite(carried: Memory, method: Compressor) -> str:
     """100 steps of one gradient, and of zeros, leave finite buffers."""
-    made = exchange(method, carried)
+    running = exchange(method, carried)
     largest = float(max(x.abs().amax() for x in gradients(0)))
     for step in range(100):
         xs = gradients(0) if step < 50 else [torch.zeros(N)] * WORKERS
-        mean = made.mean(xs, step)
-        for state in _states(made):
+        mean = running.mean(xs, step)
+        for state in _states(running):
             for name, buffer in state.items():
                 if not bool(buffer.isfinite().all()):
                     return f"step {step}: buffer {name!r} is not finite"
@@ -157,14 +157,16 @@ def _telescoping(carried: Memory, method: Compressor) -> str:
         return SKIPPED + "what is applied is not the mean of what was sent"
     if "allgather" not in method.legal_collectives() or carried.joint:
         return SKIPPED + "the owner of a shard keeps an error, too"
-    made = exchange(method, carried, "allgather")
+    running = exchange(method, carried, "allgather")
     applied, total = torch.zeros(N).double(), torch.zeros(N).double()
     for step in range(60):
         xs = gradients(step)
-        applied += made.mean(xs, step).double()
+        applied += running.mean(xs, step).double()
         total += torch.stack(xs).double().mean(0)
     left = (
-        torch.stack([worker[0][carried.residuals[0]] for worker in made.workers]).double().mean(0)
+        torch.stack([worker[0][carried.residuals[0]] for worker in running.workers])
+        .double()
+        .mean(0)
     )
     off = float((applied + left - total).abs().amax())
     return f"off by {off:.3g} after 60 steps" if not off < 1e-2 else ""
@@ -186,10 +188,10 @@ def _replicas(carried: Memory, method: Compressor) -> str:
     """Two runs of the same gradients end in the same bits, and do not share buffers."""
     ends = []
     for _ in range(2):
-        made = exchange(method, carried)
-        means = [made.mean(gradients(step), step).clone() for step in range(3)]
+        running = exchange(method, carried)
+        means = [running.mean(gradients(step), step).clone() for step in range(3)]
         ends.append(b"".join(map(raw, means)))
-        tensors = [buffer for state in _states(made) for buffer in state.values()]
+        tensors = [buffer for state in _states(running) for buffer in state.values()]
         if len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
             return "two workers share a buffer"
     return "" if ends[0] == ends[1] else "a second run of the same gradients has other means"
@@ -213,12 +215,12 @@ def verify(carried: Memory, method: Compressor) -> Sequence[Outcome]:
     rows = []
     for name, check in CHECKS.items():
         try:
-            found = check(carried, method)
+            fault = check(carried, method)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        if found.startswith(SKIPPED):
-            rows.append(Outcome(name, "-", "-", "not declared", found.removeprefix(SKIPPED)))
+            fault = f"{type(error).__name__}: {error}"
+        if fault.startswith(SKIPPED):
+            rows.append(Outcome(name, "-", "-", "not declared", fault.removeprefix(SKIPPED)))
         else:
-            verdict = "fails" if found else "holds"
-            rows.append(Outcome(name, found or "0 faults", "0 faults", verdict, ""))
+            verdict = "fails" if fault else "holds"
+            rows.append(Outcome(name, fault or "0 faults", "0 faults", verdict, ""))
     return rows

@@ -408,8 +408,8 @@ def main() -> None:
     folder = Path(importlib.import_module("compressors").__path__[0])
     paths = [p for p in sorted(folder.glob("*.py")) if p.name != "__init__.py"]
     paths = [p for p in paths if not options.files or p.name in options.files]
-    known = json.loads(options.output.read_text()) if options.output.is_file() else {}
-    done: dict[str, Any] = known.get("mutants", {})
+    stored = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    done: dict[str, Any] = stored.get("mutants", {})
     start = time.monotonic()
     chosen = []
     totals = {}
@@ -438,7 +438,9 @@ def main() -> None:
         }
         print(f"{result['outcome']}: {mutant.name}: {result['by'][:100]}", flush=True)
         options.output.write_text(json.dumps(summary(done, totals), indent=1) + "\n")
-    print(json.dumps({k: v for k, v in summary(done, totals).items() if k != "mutants"}, indent=1))
+    result = summary(done, totals)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "mutants"}, indent=1))
 
 
 def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any]:

@@ -123,8 +123,8 @@ def finite(function: str, got: Tensor, n: int) -> None:
         FaultError: it is something else.
     """
     if not isinstance(got, Tensor) or got.dtype != torch.float32 or got.shape != (n,):
-        found = f"{got.dtype}, {tuple(got.shape)}" if isinstance(got, Tensor) else type(got)
-        raise FaultError(function, f"returned {found}; float32, shape ({n},), is expected")
+        got_text = f"{got.dtype}, {tuple(got.shape)}" if isinstance(got, Tensor) else type(got)
+        raise FaultError(function, f"returned {got_text}; float32, shape ({n},), is expected")
     if not math.isfinite(float(got.sum(dtype=torch.float64))):
         raise FaultError(function, "returned values that are not finite")
 

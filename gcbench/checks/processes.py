@@ -35,21 +35,21 @@ def exchange_digests(method: Compressor, world: World | None = None) -> dict[str
     """
     result = {}
     shapes = [(40, 33), (0,), (1,), (1030,)]
-    kept = memory.of(method)
+    carried = memory.of(method)
     for collective in method.legal_collectives():
         here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
         clock = Clock(here.device)
         clock.start_step()
         segments = calls.segments_of(method, shapes)
-        lane = Lane(method, collective, 0, segments, kept, rule=method.rule)
-        made = Exchange(here, [lane], 7, clock)
+        lane = Lane(method, collective, 0, segments, carried, rule=method.rule)
+        running = Exchange(here, [lane], 7, clock)
         digest = hashlib.sha256()
         for step in range(3):
             xs = [_rank_gradient(rank, step, segments.numel) for rank in here.ranks]
-            digest.update(oracle.raw(made.mean(xs, step, lr=1.0 / (1 + step))))
+            digest.update(oracle.raw(running.mean(xs, step, lr=1.0 / (1 + step))))
         for buffer in ("residual", "momentum", "owner"):
-            own = [worker[0][buffer] for worker in made.workers if buffer in worker[0]]
-            for tensor in here.collect(own) if own else []:
+            buffers = [worker[0][buffer] for worker in running.workers if buffer in worker[0]]
+            for tensor in here.collect(buffers) if buffers else []:
                 digest.update(oracle.raw(tensor))
         digest.update(repr(here.collect_traffic()).encode())
         for traffic in here.traffic:  # the next collective counts from zero
@@ -93,7 +93,7 @@ def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[
     except GcbenchError as failure:
         raise GcbenchError(f"{failure}; --no-processes leaves the processes out") from failure
     apart = {"error": "the replicas of three processes differ"}
-    return [own if own == a == b else apart for own, a, b in zip(*replicas, strict=True)]
+    return [first if first == a == b else apart for first, a, b in zip(*replicas, strict=True)]
 
 
 def compared(here: Mapping[str, str], there: Mapping[str, str]) -> Outcome:

@@ -53,11 +53,11 @@ def run(method: Compressor, name: str) -> Outcome:
 @cache
 def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
     """Return the registered method's variants: their options as text, and the compressor."""
-    made = []
+    configured = []
     for options in registry.compressor(name).variants:
         text = " ".join(f"{key}={value}" for key, value in options.items())
-        made.append((text, registry.compressor(name, **options)))
-    return tuple(made)
+        configured.append((text, registry.compressor(name, **options)))
+    return tuple(configured)
 
 
 def chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:

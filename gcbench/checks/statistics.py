@@ -70,9 +70,9 @@ def independent(method: Compressor) -> Measurement:
         other, twin = keys[drawn.index(drawn[i])]
         if twin != key and _always(method, (other, twin), (what, key)):
             faults.append(f"{_describe(key)} and {_describe(twin)} give the same draws")
-    found, bound = _correlation(method)
-    if found > bound:
-        faults.append(f"elements are correlated: {found:.2f}, at most {bound:.2f} is allowed")
+    correlation, bound = _correlation(method)
+    if correlation > bound:
+        faults.append(f"elements are correlated: {correlation:.2f}, at most {bound:.2f} is allowed")
     fields = ", ".join(dict.fromkeys(what for what, _ in keys[1:]))
     right = f"{len(keys)} keys differ"
     return Measurement("; ".join(faults[:3]) or right, "all differ", not faults, fields)
@@ -218,8 +218,10 @@ def unbiased(method: Compressor) -> Measurement:
         errors = (decoded - target) * 2.0**-power
         gap = float(errors.max() - errors.min())
         for i, turned in itertools.product(range(5), (values.sign(), torch.ones(256))):
-            own = (errors * turned)[:, band == i]
-            off = _deviations(own.mean(1, keepdim=True), 1e-6 * 2.0 ** (-3 * i), gap / own.shape[1])
+            part = (errors * turned)[:, band == i]
+            off = _deviations(
+                part.mean(1, keepdim=True), 1e-6 * 2.0 ** (-3 * i), gap / part.shape[1]
+            )
             if off > max(worst, Z):
                 note = f"of elements of about 2^-{3 * i} of the largest, which is 2^{power}"
             worst = max(worst, off)
@@ -344,7 +346,7 @@ def gaussian_error(method: Compressor) -> Measurement:
         runs.append(float(error / x.double().square().sum()))
     measured = torch.tensor(runs, dtype=torch.float64)
     off = abs(float(measured.mean()) - expected)
-    # With few kept elements the estimate scatters by more than 1 %: allow four standard errors.
+    # With few selected elements the estimate scatters by more than 1 %: allow four standard errors.
     allowed = max(0.01 * expected, 4 * float(measured.std()) / math.sqrt(3), 1e-12)
     return Measurement(
         f"{float(measured.mean()):.5f}", f"{expected:.5f} within {allowed:.2g}", off <= allowed

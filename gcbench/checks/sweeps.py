@@ -43,18 +43,18 @@ def natural_steps(neighbours: int) -> list[int]:
 class Witness:
     """A short input whose result says at one look whether a step, rank or offset is handled."""
 
-    def __init__(self, calls: Calls, known: Profile) -> None:
-        self.calls, self.known = calls, known
+    def __init__(self, calls: Calls, profile: Profile) -> None:
+        self.calls, self.profile = calls, profile
         method, claims = calls.method, calls.method.claims
         self.family = next((f for f in claims.exact_for if claims.portable), None)
         shapes: inputs.Shapes = ((8, 16), (33,))
-        if known.random and self.family is None:
+        if profile.random and self.family is None:
             shapes = ((32, 64), (33,))
         self.segments = Segments.of(shapes, method.granularity)
         seed = 3
         if self.family:
             self.x = inputs.EXACT[self.family](self.segments, seed)
-        elif known.random and claims.contractive:
+        elif profile.random and claims.contractive:
             self.x = inputs.EXACT["signs"](self.segments, seed)
         else:
             self.x = inputs.values(self.segments.numel, seed)
@@ -62,7 +62,7 @@ class Witness:
         self.first: bytes | None = None
         self.merged: bytes | None = None
         """What a deterministic method sends, and what it merges; the same at every key."""
-        if not known.random:
+        if not profile.random:
             self.first = raw(self.payload(Key(7, 1, 0))[0].to_bytes())
 
     def payload(self, key: Key) -> tuple[Payload, Tensor]:
@@ -123,12 +123,12 @@ class Witness:
 
 
 def sweep_keys(
-    calls: Calls, known: Profile, effort: Effort
+    calls: Calls, profile: Profile, effort: Effort
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the keys at which a short input is encoded: (text, call)."""
     if isinstance(calls.method, MultiRoundCompressor):
         return
-    witness = Witness(calls, known)
+    witness = Witness(calls, profile)
     keys = [Key(7, step, 0) for step in natural_steps(effort.steps)]
     few = [*range(130), *(2**k - 1 for k in range(8, 24)), *(2**k for k in range(8, 24))]
     keys += [Key(7, 1, rank) for rank in (*few, 1000, 2**24 - 1)]
@@ -140,7 +140,7 @@ def sweep_keys(
         yield where, lambda key=key: witness.look(key)  # type: ignore[misc]
 
 
-def sweep_workers(calls: Calls, known: Profile, effort: Effort) -> Iterator[Case]:
+def sweep_workers(calls: Calls, profile: Profile, effort: Effort) -> Iterator[Case]:
     """Yield short inputs for every number of workers up to 33, and around powers of two."""
     many = () if calls.method.scratch else (401, 1000)
     if isinstance(calls.method, MultiRoundCompressor):
@@ -150,8 +150,8 @@ def sweep_workers(calls: Calls, known: Profile, effort: Effort) -> Iterator[Case
         yield Case(((5, 13), (8,)), workers=workers, spread="scales 2^0, 2^-10, 2^-20")
 
 
-def sweep_positions(calls: Calls, known: Profile) -> Iterator[Case]:
+def sweep_positions(calls: Calls, profile: Profile) -> Iterator[Case]:
     """Yield inputs with one nonzero at each position of 512 segments of 512 elements."""
-    if known.local:
+    if profile.local:
         yield Case(((16, 32),) * 512, values=inputs.DIAGONAL, workers=1)
         yield Case(((512,),) * 512, values=inputs.DIAGONAL, workers=2)

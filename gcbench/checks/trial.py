@@ -39,8 +39,8 @@ def surrounded(x: Tensor) -> Tensor:
 class Trial:
     """One input on one method: its calls, and the definitions that they are held to."""
 
-    def __init__(self, calls: Calls, known: Profile, case: Case) -> None:
-        self.calls, self.known, self.case = calls, known, case
+    def __init__(self, calls: Calls, profile: Profile, case: Case) -> None:
+        self.calls, self.profile, self.case = calls, profile, case
         self.method = calls.method
         self.segments = case.segments(self.method)
         self.xs = case.gradients(self.segments)
@@ -93,7 +93,7 @@ class Trial:
             self.feedback()
         if cuttable(self.method) and "twoshot" in self.method.legal_collectives():
             self.cut()
-        if self.known.local and not (self.case.shard or self.case.light):
+        if self.profile.local and not (self.case.shard or self.case.light):
             self.locality()
         self.within()
         for rank, sent in enumerate(self.bytes):
@@ -120,10 +120,10 @@ class Trial:
         if payload.count != 1:
             raise FaultError("encode", f"count {payload.count} of one worker")
         if not self.case.light and (rank == 0 or not self.large):
-            kept = None if self.known.drawn else calls.prepared(x, segments)
+            prepared = None if self.profile.drawn else calls.prepared(x, segments)
             slots = calls.slots(segments, self.case.dirty)
             view = surrounded(x)
-            again = calls.encode(view, segments, shared, key, prepared=kept, out=slots)
+            again = calls.encode(view, segments, shared, key, prepared=prepared, out=slots)
             what = "of x in a tensor of its own, without `out` and `prepared`, it"
             same_bits("encode", again.to_bytes(), sent, what)
         same_bits("encode", x, before, "x before the call")
@@ -158,7 +158,7 @@ class Trial:
         if not self.method.claims.contractive or few:
             return
         errors = [oracle.error_energy(x, decoded)]
-        if self.known.random and rank == 0 and not self.large:
+        if self.profile.random and rank == 0 and not self.large:
             for turn in range(1, oracle.DRAWS):
                 key = self.case.key()
                 key = key._replace(step=(key.step + turn * 1009) % 2**32)
@@ -166,7 +166,7 @@ class Trial:
                 sent = self.calls.encode(x, self.segments, shared, key)
                 got = self.calls.decode(sent, self.segments, shared)
                 errors.append(oracle.error_energy(x, got))
-        oracle.contraction(self.calls, x, self.segments, errors, random=self.known.random)
+        oracle.contraction(self.calls, x, self.segments, errors, random=self.profile.random)
 
     def exact(self, x: Tensor, decoded: Tensor) -> None:
         """Compare with x what the method declares to transmit exactly."""
@@ -324,12 +324,12 @@ class Trial:
         shared = calls.shared([offered], segments, key)
         plain = calls.encode(offered, segments, shared, key)
         sent = plain.to_bytes().clone()
-        left = offered - calls.decode(plain, segments, shared)
+        want = offered - calls.decode(plain, segments, shared)
         for slots in (None, calls.slots(segments, case.dirty)):
-            kept = residual.clone()
-            fed = calls.encode_feedback(x, kept, segments, shared, key, out=slots)
+            left = residual.clone()
+            fed = calls.encode_feedback(x, left, segments, shared, key, out=slots)
             same_bits("encode_feedback", fed.to_bytes(), sent, "encode(x + residual)")
-            same_bits("encode_feedback (residual)", kept + 0.0, left + 0.0, "x + residual - decode")
+            same_bits("encode_feedback (residual)", left + 0.0, want + 0.0, "x + residual - decode")
         same_bits("encode_feedback", x, before, "x before the call")
 
     def cut(self) -> None:
@@ -353,8 +353,8 @@ class Trial:
                 layout = calls.layout(inside)
                 if layout is not None and piece.layout != layout:
                     raise FaultError("cut", f"layout {piece.layout}; declared is {layout}")
-                own = shared[which.start : which.stop] if shared.numel() else shared
-                got = calls.decode(piece, inside, own, out=self.out(stop - start))
+                part = shared[which.start : which.stop] if shared.numel() else shared
+                got = calls.decode(piece, inside, part, out=self.out(stop - start))
                 same_bits("cut", got, decoded[start:stop], f"the payload in [{start}, {stop})")
 
     # ---- a part of the bucket --------------------------------------------------------------------
@@ -395,10 +395,10 @@ class Trial:
             self._as_far(xs[0], got, want, what)
         if self.method.claims.contractive and len(shapes) > 1:
             errors = [oracle.error_energy(xs[0], got)]
-            oracle.contraction(calls, xs[0], segments, errors, random=self.known.random)
+            oracle.contraction(calls, xs[0], segments, errors, random=self.profile.random)
 
     def _as_far(self, x: Tensor, got: Tensor, want: Tensor, what: str) -> None:
-        """Compare distances from x: where a library rounds, other coefficients may be kept."""
+        """Compare distances from x: where a library rounds, it may select other coefficients."""
         off = oracle.error_energy(x, got) - oracle.error_energy(x, want)
         if not abs(off) <= 1e-4 * oracle.energy(x) + 1e-60:
             raise FaultError(
@@ -411,7 +411,7 @@ class Trial:
 class RoundsTrial:
     """One input on a method in rounds."""
 
-    def __init__(self, calls: Calls, known: Profile, case: Case) -> None:
+    def __init__(self, calls: Calls, profile: Profile, case: Case) -> None:
         self.calls, self.case = calls, case
         self.method = calls.method
         self.segments = case.segments(self.method)
@@ -465,22 +465,22 @@ class RoundsTrial:
         self.means = [mean, final]
 
 
-def trial(calls: Calls, known: Profile, case: Case) -> Trial | RoundsTrial:
+def trial(calls: Calls, profile: Profile, case: Case) -> Trial | RoundsTrial:
     """Return the trial of one input."""
     rounds = isinstance(calls.method, MultiRoundCompressor)
-    return (RoundsTrial if rounds else Trial)(calls, known, case)
+    return (RoundsTrial if rounds else Trial)(calls, profile, case)
 
 
 def attempt(
-    calls: Calls, known: Profile, case: Case
+    calls: Calls, profile: Profile, case: Case
 ) -> tuple[FaultError | None, Trial | RoundsTrial | None]:
     """Run one input; return its fault, or the trial."""
-    made = None
+    one = None
     try:
-        made = trial(calls, known, case)
-        made.run()
+        one = trial(calls, profile, case)
+        one.run()
     except FaultError as fault:
         return fault, None
     except Exception as error:
         return FaultError(calls.last, f"{type(error).__name__}: {error}"), None
-    return None, made
+    return None, one

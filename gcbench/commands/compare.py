@@ -143,7 +143,9 @@ def compare(
             from gcbench.report import suite_match
 
             beside = suite_match.beside(_load_suite(name), labelled)
-            rows = comparing.chosen(beside.runs, asked, beside.suite.choices, beside.rows)
+            rows = comparing.chosen(
+                beside.runs, asked, beside.suite.choices, beside.rows, beside.best
+            )
             title = f"Suite {beside.suite.name}: {beside.suite.title}" if suite is None else ""
             missing = beside.unmade()
         else:

@@ -85,7 +85,7 @@ def histogram(
     batch: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Examples a step.", rich_help_panel=TRAINED, show_default="the task's"
+            min=1, help="Examples per step.", rich_help_panel=TRAINED, show_default="the task's"
         ),
     ] = None,
     seed: Annotated[

@@ -78,7 +78,7 @@ def memory(name: str | None, options: Mapping[str, Any] | None, methods: Stages)
     return made
 
 
-def told(methods: Stages, collective: str, carried: Memory) -> dict[str, Any]:
+def summary(methods: Stages, collective: str, carried: Memory) -> dict[str, Any]:
     """Return what all ranks must have in common about an exchange: words by their names, JSON."""
     kind = type(methods[0])
     calls = [registry.call(method) for method in methods.values()]
@@ -92,7 +92,7 @@ def told(methods: Stages, collective: str, carried: Memory) -> dict[str, Any]:
     }
 
 
-def check_told(then: Any, now: Mapping[str, Any]) -> None:
+def check_settings(then: Any, now: Mapping[str, Any]) -> None:
     """Raise UsageError if a state was saved with other settings, `then`, than those of now."""
     different = [
         f"{name}: {sealed.entry(then, name)!r} then, {value!r} now"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -290,23 +290,23 @@ class CommHook(Hook):
                 "torch.nn.parallel.DistributedDataParallel first, and register on that, before "
                 "torch.compile"
             )
-        refused, told = "", {}
+        refused, summary = "", {}
         self._size = model.process_group.size()
         try:
             self._rates.add(optimizer, scaler)
             named = self._examine(model)
             plan = self._plan(model, named)
-            self._told = told = self._tell(model, plan, named)
+            self._summary = summary = self._summarize(model, plan, named)
             self._prepare(model, plan, named)
             if self._loaded is not None:
                 self._adopt(self._loaded)
-                told["step"] = self._step
+                summary["step"] = self._step
             self._follow_steps(named)
         except UsageError as error:
-            refused, told = str(error), {}
+            refused, summary = str(error), {}
         seconds = min(self.settings.timeout, handshake.PATIENCE)
         alone = Roster.alone()
-        store, roster = handshake.meet(model.process_group, told, refused, seconds, alone)
+        store, roster = handshake.meet(model.process_group, summary, refused, seconds, alone)
         self._registered, self._loaded = True, None
         self._frozen = [
             (name, parameter)
@@ -518,10 +518,10 @@ class CommHook(Hook):
         dense = dense_tensors(names, shapes, settings.dense_below, last)
         return Plan.of(names, shapes, dense, settings.bucket_mb * 2**20 / 4)
 
-    def _tell(
+    def _summarize(
         self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
     ) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by a name for people."""
+        """Return what must be the same on all ranks, by a readable name."""
         settings, rates = self.settings, self._rates
         layout = [
             [[placed.name, placed.shape, str(named[placed.name].dtype)] for placed in lane]
@@ -531,7 +531,7 @@ class CommHook(Hook):
         count = sum(placed.numel for placed in plan.tensors)
         follows = "optimizer" if rates.optimizers else "hook.lr"
         return {
-            **chosen.told(settings.methods, settings.collective, settings.memory),
+            **chosen.summary(settings.methods, settings.collective, settings.memory),
             "dense_below": settings.dense_below,
             "dense_last": settings.dense_last,
             "start_step": settings.start_step,
@@ -663,25 +663,29 @@ class CommHook(Hook):
                 "DistributedSampler(..., drop_last=True)"
             )
         if not self._closed:
-            self._meet(model)
             self._check_backward(model)
 
     def _check_backward(self, model: Any) -> None:
         """Raise UsageError, and stop the other ranks, if the last backward pass broke off here."""
-        assert self._worker is not None
+        if self._in_backward:
+            self._unfinished(None)
+        self._meet(model)
         try:
             # DDP makes this call next, and raises here after a pass that it could not finish.
             model._has_rebuilt_buckets |= model.reducer._rebuild_buckets()
         except RuntimeError as error:
-            unfinished = UsageError(
-                f"rank {self._world.rank}: the backward pass of step "
-                f"{self._step} broke off, so the ranks cannot continue together. Was an error "
-                "caught there? Then restart from a checkpoint. Does the model have parameters "
-                "that the loss does not use? Then "
-                "DistributedDataParallel(..., find_unused_parameters=True)"
-            )
-            self._worker.submit(lambda: self._fail(unfinished)).result()
-            raise unfinished from error
+            self._unfinished(error)
+
+    def _unfinished(self, cause: RuntimeError | None) -> NoReturn:
+        assert self._worker is not None
+        error = UsageError(
+            f"rank {self._world.rank}: the backward pass of step {self._step} broke off, so the "
+            "ranks cannot continue together. Was an error caught there? Then restart from a "
+            "checkpoint. Does the model have parameters that the loss does not use? Then "
+            "DistributedDataParallel(..., find_unused_parameters=True)"
+        )
+        self._worker.submit(lambda: self._fail(error)).result()
+        raise error from cause
 
     def _meet(self, model: Any) -> None:
         """Agree with the other ranks if DDP itself is about to communicate in a forward pass.

@@ -67,7 +67,7 @@ from gcbench.integrations.sharded import Sharded
 from gcbench.integrations.watch import Watch
 
 SHARDS = "shard of each module, which replicas have in common"
-"""By what name replicas tell each other which shards they hold."""
+"""Name under which replicas compare which shards they hold."""
 
 
 @dataclass(frozen=True)
@@ -376,16 +376,16 @@ class ShardHook(Hook):
         try:
             self._rates.add(optimizer, scaler)
             self._examine(found, group)
-            self._told = self._tell(found, layouts, group)
+            self._summary = self._summarize(found, layouts, group)
             self._prepare(found, layouts, group)
             if self._loaded is not None:
                 self._adopt(self._loaded)
-                self._told["step"] = self.step
+                self._summary["step"] = self.step
             names = [parameter.name for each in found for parameter in each.parameters]
             tensors = [tensor for each in found for tensor in each.tensors]
             self._follow_steps(dict(zip(names, tensors, strict=True)))
         except UsageError as error:
-            refused, self._told, self._modules = str(error), {}, []
+            refused, self._summary, self._modules = str(error), {}, []
         stores, roster = self._meet(found, group, refused)
         self._registered, self._loaded = True, None
         self._root = weakref.ref(model)
@@ -525,13 +525,13 @@ class ShardHook(Hook):
         for each in found:
             each.examine(replicas)
 
-    def _tell(
+    def _summarize(
         self,
         found: Sequence[Sharded],
         layouts: Sequence[Layout],
         replicas: dist.ProcessGroup | None,
     ) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by a name for people."""
+        """Return what must be the same on all ranks, by a readable name."""
         settings = self.settings
         words = repr([(each.name, each.dtypes) for each in found]) + repr(layouts)
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]
@@ -540,9 +540,9 @@ class ShardHook(Hook):
         second: dict[str, Any] = {}
         if settings.between is not None:
             way = settings.between
-            second = chosen.told(way.methods, way.collective, way.memory)
+            second = chosen.summary(way.methods, way.collective, way.memory)
         return {
-            **chosen.told(settings.methods, "twoshot", settings.memory),
+            **chosen.summary(settings.methods, "twoshot", settings.memory),
             **{
                 f"between {name}": second.get(name)
                 for name in ("compressor", "code of compressor", "collective", "memory")
@@ -561,23 +561,23 @@ class ShardHook(Hook):
     def _meet(
         self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None, refused: str
     ) -> tuple[dict[str, Store], Roster]:
-        """Compare what all ranks tell, in every process group; return a store for each group.
+        """Compare the settings of all ranks, in every process group; return a store for each group.
 
         Replicas also compare which shard of each module they hold. The roster has all ranks.
         """
         groups = {each.group.group_name: each.group for each in found}
-        meetings = [(group, self._told) for group in groups.values()]
+        meetings = [(group, self._summary) for group in groups.values()]
         if replicas is not None:
             shards = [each.group.rank() for each in found]
-            meetings.append((replicas, {**self._told, SHARDS: shards}))
+            meetings.append((replicas, {**self._summary, SHARDS: shards}))
         stores: dict[str, Store] = {}
         first: GcbenchError | None = None
         roster = Roster.alone()
-        for number, (group, told) in enumerate(meetings):
+        for number, (group, summary) in enumerate(meetings):
             # Ranks that waited in vain in an earlier meeting come to the next one later.
             seconds = (number + 1) * min(self.settings.timeout, handshake.PATIENCE)
             try:
-                store, roster = handshake.meet(group, told, refused, seconds, roster)
+                store, roster = handshake.meet(group, summary, refused, seconds, roster)
                 stores[group.group_name] = store
             except GcbenchError as error:  # the ranks of the other groups hear of it, too
                 first, refused = first or error, refused or str(error)
@@ -984,12 +984,12 @@ class _Module:
     def _check_elements(self, came: int, expected: int) -> None:
         """Raise UsageError if not all parameters that were registered have a gradient."""
         if came != expected:
-            told = "use all of them, or take a newer torch"
+            remedy = "use all of them, or take a newer torch"
             if sharded.takes_unused():
-                told = "call model.set_reduce_scatter_unused_params(True)"
+                remedy = "call model.set_reduce_scatter_unused_params(True)"
             raise UsageError(
                 f"{self.name}: {came} elements came and {expected} are those of all its "
-                f"parameters. Does the loss not use some of them? Then {told}. Freeze parameters "
+                f"parameters. Does the loss not use some of them? Then {remedy}. Freeze parameters "
                 "before register"
             )
 

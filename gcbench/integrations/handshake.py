@@ -107,12 +107,12 @@ def _root() -> Store:
 
 def meet(
     group: dist.ProcessGroup,
-    told: Mapping[str, Any],
+    summary: Mapping[str, Any],
     refused: str,
     seconds: float,
     roster: Roster,
 ) -> tuple[Store, Roster]:
-    """Compare what this rank tells with what all other ranks of `group` tell.
+    """Check that all ranks of `group` registered with the same settings.
 
     The ranks exchange it through the group's store and not by a collective, so that a rank that
     does not come can be named. Returns a part of that store, the same for all ranks, that nobody
@@ -120,7 +120,7 @@ def meet(
 
     Args:
         group: whose ranks meet.
-        told: what must be the same on all of them, by a name for people; JSON.
+        summary: what must be the same on all of them, by a name for people; JSON.
         refused: why this rank cannot go on; "" if it can.
         seconds: how long to wait for the others.
         roster: the ranks that this one has met.
@@ -137,7 +137,7 @@ def meet(
         number = store.add(f"gcbench/comm_hook/meetings/{rank}", 1) - 1
         place = f"gcbench/comm_hook/{number}"
         keys = [f"{place}/rank/{each}" for each in range(size)]
-        card = {"refused": refused, "told": dict(told), **asdict(roster)}
+        card = {"refused": refused, "summary": dict(summary), **asdict(roster)}
         store.set(keys[rank], json.dumps(card))
         if refused:
             raise UsageError(refused)
@@ -148,8 +148,8 @@ def meet(
     for other, each in zip(members, everyone, strict=True):
         if each["refused"]:
             raise UsageError(f"rank {other} could not register: {each['refused']}")
-    tellings = [each["told"] for each in everyone]
-    different = differences(dict(zip(members, tellings, strict=True)))
+    summaries = [each["summary"] for each in everyone]
+    different = differences(dict(zip(members, summaries, strict=True)))
     if different:
         raise UsageError(
             f"the ranks registered different things. {'; '.join(different.values())}. Make the "
@@ -170,10 +170,10 @@ def _await(store: Store, keys: list[str], members: list[int], rank: int, seconds
         except RuntimeError as error:
             written = [store.check([each]) for each in keys]
             missing = [member for member, there in zip(members, written, strict=True) if not there]
-            said = (
+            text = (
                 f"{', '.join(f'rank {each}' for each in missing)} did not register a hook within "
                 f"{seconds:.0f} s. Every rank calls register: look for the errors of those"
             )
-            with suppress(RuntimeError):  # who comes later hears of it
-                store.set(keys[rank], json.dumps({"refused": said, "told": {}}))
-            raise PeerLostError(f"rank {members[rank]}: {said}") from error
+            with suppress(RuntimeError):  # a rank that comes later reads it
+                store.set(keys[rank], json.dumps({"refused": text, "summary": {}}))
+            raise PeerLostError(f"rank {members[rank]}: {text}") from error

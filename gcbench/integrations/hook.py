@@ -307,7 +307,7 @@ class Hook:
         self._loads = 0
         """States that were loaded since `register`: the ranks compare it at the next exchange."""
         self._failed: BaseException | None = None
-        self._told: dict[str, Any] = {}
+        self._summary: dict[str, Any] = {}
         self._size = 0
         self._watch = Watch()
         self._frozen: list[tuple[str, nn.Parameter]] = []
@@ -480,7 +480,7 @@ class Hook:
             "rank": rank,
             "world_size": self._size,
             "lr": self._rates.assigned,
-            "told": self._told,
+            "told": self._summary,
             **entry,
         }
         return RankState({key_of(rank, self._size): sealed.seal(whole)})
@@ -530,7 +530,7 @@ class Hook:
 
     def _check_entry(self, entry: Mapping[str, Any]) -> None:
         """Raise UsageError if an entry was saved with other settings, or changed after that."""
-        chosen.check_told(sealed.entry(entry, "told"), self._told)
+        chosen.check_settings(sealed.entry(entry, "told"), self._summary)
         sealed.check_seal(entry)
 
     def _entries(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

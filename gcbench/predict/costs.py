@@ -44,6 +44,7 @@ KIND = "bandwidth"
 """The kind of analysis that contains measured times."""
 STORED = "bandwidth.json"
 """File name of the measurement in the package."""
+MAKE_ONE = "make one with `gcbench bandwidth --json > m.json`"
 KEY = Key(0, 0, 0)
 
 # ---- measured ------------------------------------------------------------------------------------
@@ -195,14 +196,11 @@ def load(path: Path) -> Measured:
     try:
         data = json.loads(files.read_text(path))
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{path}: {error.strerror}; {MAKE_ONE}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise UsageError(
-            f"{path} is not a bandwidth measurement; make one with `gcbench bandwidth --json > "
-            "m.json`"
-        )
+        raise UsageError(f"{path} is not a bandwidth measurement; {MAKE_ONE}")
     return of_analysis(analysis.parse(data, path))
 
 

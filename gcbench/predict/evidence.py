@@ -267,5 +267,5 @@ def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | No
     except UsageError:
         return {}, []
     own = TUNED_KEYS if suite.tune is not None else frozenset()
-    rows = beside.rows(compare.rows(beside.runs, own=own))
+    rows = beside.rows(compare.rows(beside.runs, own=own), every=True)
     return {row.runs[0].method: row.rate for row in rows}, beside.runs

@@ -111,6 +111,8 @@ class Row:
     """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
     beaten: bool = False
     """Whether a row of the tier with no more payload bytes is better, by the intervals of ranks."""
+    as_published: Row | None = None
+    """The row with the settings of the method's source, where a suite's trials chose others."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
 
@@ -163,8 +165,11 @@ class Row:
 
     @property
     def beyond_published(self) -> float | None:
-        """Mean accuracy minus the published one; None where either is not known."""
-        known = self.published.accuracy if self.published and self.metric == "accuracy" else None
+        """Mean accuracy, or loss, minus the published one; None where either is not known."""
+        if self.published is None:
+            return None
+        accuracy = self.metric == "accuracy"
+        known = self.published.accuracy if accuracy else self.published.loss
         return None if known is None or self.mean is None else self.mean - known
 
     @property
@@ -211,6 +216,7 @@ class Row:
             "times_disowned": self.disowned or None,
             "skipped_steps": self.skipped_steps,
             **self._published(),
+            **({} if self.as_published is None else {"as_published": self.as_published.mean}),
         }
 
     def _published(self) -> dict[str, Any]:
@@ -220,6 +226,7 @@ class Row:
         return {
             "suite": self.published.suite,
             "published": self.published.accuracy,
+            "published_loss": self.published.loss,
             "published_difference": self.beyond_published,
             "test_top5": self.test_top5,
             "published_top5": self.published.top5,
@@ -399,11 +406,12 @@ class _Baselines:
         table: DataFrame,
         values: Mapping[str, Mapping[int, float]],
         own: frozenset[str],
+        preferred: frozenset[str],
     ) -> None:
         """`firsts`: a run of each configuration; `table`: their statistics; `values`: their metric
-        by seed; `own` as for `rows`.
+        by seed; `own` and `preferred` as for `rows`.
         """
-        self.values, self.own = values, own
+        self.values, self.own, self.preferred = values, own, preferred
         self.scores = dict((table["sign"] * table["mean"]).fillna(-math.inf))
         self.equal: dict[str, list[Run]] = {}
         self.near: dict[str, list[Run]] = {}
@@ -420,18 +428,20 @@ class _Baselines:
         """Return the `none` configuration of equal budget, and the tuned keys that differ.
 
         Of several the one with most equal settings that change an uncompressed run (local steps,
-        delay, ...), then most common seeds, then most seeds, then most equal keys. Without one of
-        equal budget: the best that differs in tuned keys only; without that: None.
+        delay, ...), then a preferred one, then most common seeds, then most seeds, then most equal
+        keys. Without one of equal budget: the best that differs in tuned keys only; without that:
+        None.
         """
 
         def alike(other: Run, keys: Iterable[str]) -> int:
             return sum(other.config.get(key) == run.config.get(key) for key in keys)
 
-        def closeness(other: Run) -> tuple[int, int, int, int]:
+        def closeness(other: Run) -> tuple[int, bool, int, int, int]:
             mine, theirs = self.values[run.method], self.values[other.method]
             common = len(mine.keys() & theirs.keys())
             fp32 = alike(other, DECLARED.changes_fp32)
-            return fp32, common, len(theirs), alike(other, METHOD_KEYS)
+            best = other.method in self.preferred
+            return fp32, best, common, len(theirs), alike(other, METHOD_KEYS)
 
         if equals := self.equal.get(self._budget(run)):
             return max(equals, key=closeness).method, ()
@@ -495,6 +505,7 @@ def rows(
     target: float | None = None,
     own: frozenset[str] = frozenset(),
     labels: Sequence[Label] = (),
+    preferred: frozenset[str] = frozenset(),
 ) -> list[Row]:
     """Return a row for each configuration: all settings but the seed.
 
@@ -502,7 +513,8 @@ def rows(
     loss for tasks without one; rows then say what a worker had spent when it was met: on validation
     examples where the runs held some out, else on the test split. `own`: keys of the config that
     each method chooses for itself; they are no part of the budget. `labels`: names that the user
-    gives to rows; the first that fits counts.
+    gives to rows; the first that fits counts. `preferred`: configurations, by `Run.method`, that
+    are baselines before others of equal budget.
 
     Raises:
         UsageError: a target that no accuracy can meet.
@@ -526,7 +538,7 @@ def rows(
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
     values = seeds.values(per_run)
     table = seeds.per_config(per_run)
-    known = _Baselines(firsts, table, values, own)
+    known = _Baselines(firsts, table, values, own, preferred)
     baselines = [known.of(run) for run in firsts]
     columns: dict[str, Any] = {
         "method": _labels(firsts, own, labels),
@@ -635,8 +647,9 @@ def chosen(
     asked: Asked,
     own: frozenset[str] = frozenset(),
     complete: Callable[[list[Row]], list[Row]] = list,
+    preferred: frozenset[str] = frozenset(),
 ) -> list[Row]:
-    """Return the rows that were asked for; `own` as for `rows`.
+    """Return the rows that were asked for; `own` and `preferred` as for `rows`.
 
     `complete` adds to all rows, before any is left out, what it takes all of them to know.
 
@@ -644,7 +657,9 @@ def chosen(
         UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
-    found = list(filter(meets, complete(rows(runs, level(asked.target, runs), own, asked.labels))))
+    found = list(
+        filter(meets, complete(rows(runs, level(asked.target, runs), own, asked.labels, preferred)))
+    )
     if not found:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
         raise UsageError(f"no row has all of {' and '.join(words)}")

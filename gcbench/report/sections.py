@@ -268,7 +268,9 @@ def compared(
         except UsageError:  # the suite has been changed since
             rest += own
     for beside in wanted.values():
-        made = beside.rows(compare.rows(beside.runs, target, beside.suite.choices))
+        made = beside.rows(
+            compare.rows(beside.runs, target, beside.suite.choices, preferred=beside.best)
+        )
         title = f"{beside.suite.name}: {beside.suite.title}"
         yield Compared(title, _task(beside.runs[0]), beside.runs, made, beside)
     for task, alike in _by_task(run for run in rest if not run.is_trial).items():

@@ -29,12 +29,29 @@ class Beside:
     """The entries of the suite that have no run, of whatever budget."""
     tried: Mapping[str, Mapping[Trial, float]]
     """The results of the trials of each point, by `Point.identity`."""
+    best: frozenset[str] = frozenset()
+    """The tuned runs that count, by `Run.method`: those of the alternative that trials chose, or of
+    all alternatives of a method while trials are missing."""
 
-    def rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of these runs with the published numbers."""
+    def rows(self, rows: Sequence[Row], *, every: bool = False) -> list[Row]:
+        """Return the best row found for each method, with what is published, and ranks among them.
+
+        Beside it is the result of the alternative that its source has. Rows that no trial chose,
+        because the suite sets their rate, are kept. `every`: all rows are kept.
+        """
+        points = [self.points[row.runs[0].method] for row in rows]
+        sources = {
+            point.group: row
+            for row, point in zip(rows, points, strict=True)
+            if point.as_published and point.tune is not None
+        }
         made = []
-        for row in rows:
-            point = self.points[row.runs[0].method]
+        for row, point in zip(rows, points, strict=True):
+            if not every and point.tune is not None and row.runs[0].method not in self.best:
+                continue
+            source = sources.get(point.group)
+            if source is not None and source is not row:
+                row = replace(row, as_published=source)
             bits = row.bits_up
             made.append(
                 replace(
@@ -73,7 +90,7 @@ class Beside:
         words = ["gcbench", "run", "--suite", self.suite.asked]
         points = self.suite.points()
         for key in dict.fromkeys(key for point in self.missing for key in point.settings):
-            if key in grid.NESTED or key not in points[0].resolved:
+            if key in grid.NESTED or not all(key in point.resolved for point in points):
                 continue
             wanted, known = (
                 list(dict.fromkeys(text(point.resolved[key]) for point in some))
@@ -114,7 +131,8 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
         UsageError: none of them is.
     """
     points = {point.identity: point for point in suite.points()}
-    found: dict[str, Point] = {}
+    matches: dict[str, list[Point]] = {}
+    runs_of = {run.method: run for run in runs}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
     for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
@@ -123,25 +141,55 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
             if not _same(suite, point.resolved, told):
                 continue
             if not run.is_trial:
-                found[method] = point
+                matches.setdefault(method, []).append(point)
             elif point.tune is not None and point.tune.tries(run.summary.model_dump()):
                 summary = run.summary.model_dump()
                 tried[point.identity][point.tune.trial_of(summary)] = quality(summary)
-    if not found:
+    if not matches:
         raise UsageError(
             f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
             f"`gcbench run --suite {suite.asked}`"
         )
-    made = {point.identity for point in found.values()}
+    found = {}
+    shared: dict[str, Point] = {}
+    for method, alike in matches.items():
+        # An entry with a rate of its own comes before one whose trials may choose that rate, too.
+        fixed = [point for point in alike if point.tune is None]
+        found[method] = fixed[0] if fixed else alike[-1]
+        for point in alike if fixed else ():
+            if point.tune is not None and _chooses(point, tried, runs_of[method]):
+                shared[method] = point
+    made = {point.identity for point in (*found.values(), *shared.values())}
     wanted = _wanted(points.values(), tried)
     missing = [p for name, p in points.items() if name in wanted and name not in made]
-    return Beside(suite, [run for run in runs if run.method in found], found, missing, tried)
+    chosen = _wanted(points.values(), tried, published=False)
+    done = {point.group for point in (found | shared).values() if point.identity in chosen}
+    best = frozenset(
+        method
+        for method, point in (found | shared).items()
+        if point.tune is not None and (point.identity in chosen or point.group not in done)
+    )
+    kept = [run for run in runs if run.method in found]
+    return Beside(suite, kept, found, missing, tried, best)
 
 
-def _wanted(points: Iterable[Point], tried: Mapping[str, Mapping[Trial, float]]) -> set[str]:
+def _chooses(point: Point, tried: Mapping[str, Mapping[Trial, float]], run: Run) -> bool:
+    """Return whether the trials of a tuned point choose the rate of a run."""
+    assert point.tune is not None, "the point is tuned"
+    choice = point.tune.choose(tried[point.identity], run.summary.steps)
+    return choice.lr is not None and choice.lr == run.config.get("lr")
+
+
+def _wanted(
+    points: Iterable[Point],
+    tried: Mapping[str, Mapping[Trial, float]],
+    *,
+    published: bool = True,
+) -> set[str]:
     """Return the identities of the points that are to be run, as far as trials have decided.
 
-    Of a group that is not decided yet these are all.
+    Of a group that is not decided yet these are all. `published`: with the alternatives that their
+    source has, too.
     """
     groups: dict[str, list[Point]] = {}
     for point in points:
@@ -154,7 +202,7 @@ def _wanted(points: Iterable[Point], tried: Mapping[str, Mapping[Trial, float]])
         wanted |= {
             point.identity
             for number, point in enumerate(group)
-            if best is None or number == best or point.as_published
+            if best is None or number == best or (published and point.as_published)
         }
     return wanted
 

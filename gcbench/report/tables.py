@@ -107,29 +107,51 @@ def _target(rows: Sequence[Row]) -> list[Column]:
 
 def _published(rows: Sequence[Row]) -> list[Column]:
     """Return columns of what a paper says of these runs; none where they are of no suite."""
-    known = [(row, row.published) for row in rows if row.published is not None]
-    if not known:
+    every = [row.published for row in rows]
+    if not any(every):
         return []
+    accuracy = rows[0].metric == "accuracy"
 
     def beyond(row: Row) -> str:
         value = row.beyond_published
-        return "-" if value is None else f"{100 * value:+.2f}" + " §" * row.other_budget
+        if value is None:
+            return "-"
+        shown = f"{100 * value:+.2f}" if accuracy else f"{value:+.3f}"
+        return shown + " §" * row.other_budget
 
     def percent(values: Iterable[float | None]) -> list[str]:
         return ["-" if value is None else f"{100 * value:.2f}" for value in values]
 
+    numbers = Column("published\nloss", [number(one and one.loss) for one in every])
+    if accuracy:
+        numbers = Column("published\n%", percent(one and one.accuracy for one in every))
     top5 = []
-    if any(one.top5 is not None for _, one in known):
+    if any(one is not None and one.top5 is not None for one in every):
         top5 = [
-            Column("top-5\n%", percent(row.test_top5 for row, _ in known)),
-            Column("published\ntop-5 %", percent(one.top5 for _, one in known)),
+            Column("top-5\n%", percent(row.test_top5 for row in rows)),
+            Column("published\ntop-5 %", percent(one and one.top5 for one in every)),
         ]
-    return [
-        Column("published\n%", percent(one.accuracy for _, one in known)),
-        Column("ours -\npublished", [beyond(row) for row, _ in known]),
-        *top5,
-        Column("steps: ours\n/ published", [f"{r.first.steps:,} / {p.steps:,}" for r, p in known]),
+    steps = [
+        f"{row.first.steps:,} / {one.steps:,}" if one else "-"
+        for row, one in zip(rows, every, strict=True)
     ]
+    return [
+        numbers,
+        Column("ours -\npublished", [beyond(row) for row in rows]),
+        *top5,
+        Column("steps: ours\n/ published", steps),
+    ]
+
+
+def _as_published(rows: Sequence[Row]) -> list[Column]:
+    """Return the results with the settings of each method's source, if trials chose others."""
+    if all(row.as_published is None for row in rows):
+        return []
+    mixed = len({row.metric for row in rows}) > 1
+    cells = [
+        "same" if row.as_published is None else quality(row.as_published, mixed) for row in rows
+    ]
+    return [Column("as\npublished", cells)]
 
 
 def _tiers(rows: Sequence[Row]) -> list[Column]:
@@ -192,6 +214,11 @@ def _published_notes(rows: Sequence[Row]) -> list[str]:
             f"§: trained for {' to '.join(ends)} % of the paper's steps. That difference is of the "
             "budget and no verdict on a method; vs none is at equal budget."
         )
+    if any(row.as_published is not None for row in rows):
+        made.append(
+            "as published: the result with the settings of the method's source, each at its best "
+            "rate, where trials chose others; same: they chose these."
+        )
     return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
 
 
@@ -234,6 +261,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         ],
         "quality": [
             Column(heading, [quality(row, len(metrics) > 1) for row in rows], better),
+            *_as_published(rows),
             Column("n", counts, "high"),
             *_published(rows),
             Column("vs none", [versus(row) for row in rows], better),

@@ -19,10 +19,12 @@ from builders import summary, write
 from commands import ROOT, files_of_at_most, gcbench, invoke
 
 from gcbench import get_compressor
+from gcbench import run as run_from_python
 from gcbench.checks import properties, verify
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
+from gcbench.core.errors import GcbenchError
 from gcbench.integrations.chosen import stages
 from gcbench.report import listings
 from gcbench.results.schema import METRIC_COLUMNS
@@ -274,6 +276,16 @@ def test_missing_data_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("GCBENCH_DATA", str(empty))
     done = invoke("run", "--task", "mnist", "--results", tmp_path / "runs")
     refused(done, 1, str(empty))
+
+
+def test_a_run_from_python_looks_where_the_environment_says(tmp_path, monkeypatch):
+    """`data_dir` counts more than GCBENCH_DATA, whose missing data set is named."""
+    monkeypatch.setenv("GCBENCH_DATA", str(tmp_path / "named"))
+    asked = {"task": "mnist", "steps": 2, "results": tmp_path / "runs"}
+    for place, given in (("named", {}), ("given", {"data_dir": tmp_path / "given"})):
+        (tmp_path / place).mkdir()
+        with pytest.raises(GcbenchError, match=str(tmp_path / place)):
+            run_from_python(**asked, **given)
 
 
 def test_where_a_data_set_lies(tmp_path):

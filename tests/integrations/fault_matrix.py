@@ -44,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gcbench
 from gcbench.core.world import DistributedWorld
 from gcbench.integrations import ddp, fsdp  # noqa: F401 - as above
+from gcbench.training import launched
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "results" / "fault-matrix.json"
@@ -110,8 +111,9 @@ ENDS = ("kill", "exit", "leave", "stop")
 """Kinds after which the rank takes no further part: not tried on all ranks at once."""
 SERVES = ", which serves the store"
 """Of rank 0, as without torchrun; otherwise the store outlives every rank, as with torchrun."""
-WHEN = {"kill": (0,), "stop": (0,), "leave": (0,), "exit": (2,), "wrong state": (2,)}
-"""The steps of some kinds; the others have both. DDP forms its buckets anew before step 1."""
+WHEN = {"raise": (0, 2), "kill": (0,), "stop": (0,), "leave": (0,), "nonfinite, skip": (0,)}
+"""The steps of the faults; those of other kinds happen at step 2. DDP forms its buckets anew before
+step 1."""
 STEPS = 4
 RETRIES = 3
 """Consecutive failures after which a job that catches errors gives up."""
@@ -165,7 +167,8 @@ def cells() -> list[Cell]:
     ):
         if point not in POINTS_OF[kind] or framework not in ONLY.get(point, SIZES):
             continue
-        if when not in WHEN.get(kind, (0, 2)) or (point in FIRST and when != 0):
+        steps = (0,) if point in FIRST else WHEN.get(kind, (2,))
+        if when not in steps:
             continue
         if framework == "ddp, buffers" and point in INSIDE:
             continue
@@ -413,9 +416,10 @@ def _break(hook: Any, broken: str) -> None:
         hook._settings = replace(hook.settings, agree=False)
 
 
-def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits) -> None:
+def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits, parent: int) -> None:
     """Run one rank; its log is folder/RANK.jsonl, one event per line."""
     global FAULT
+    launched.die_with_parent(parent)  # also one that is stopped
     file = os.open(folder / f"{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def log(event: str, **values: Any) -> None:
@@ -574,7 +578,7 @@ def start(cell: Cell, limits: Limits) -> tuple[Path, list[Any]]:
     folder = Path(tempfile.mkdtemp(prefix="gcbench-fault-"))
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=rank_job, args=(cell, rank, folder, limits), daemon=True)
+        fork.Process(target=rank_job, args=(cell, rank, folder, limits, os.getpid()))
         for rank in range(SIZES[cell.framework])
     ]
     for each in ranks:
@@ -652,8 +656,20 @@ def summary(results: Sequence[dict[str, Any]], head: str) -> str:
     return f"{BEGIN}\n{head}\n\n{table(results)}\n{END}"
 
 
+def store(results: Sequence[dict[str, Any]]) -> None:
+    """Write results, among those of other cells that are stored already; update TRUST.md."""
+    before = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else []
+    by_name = {named(each): each for each in (*before, *results)}
+    merged = [by_name[cell] for cell in cells() if cell in by_name]
+    head = f"{len(merged)} jobs, torch {torch.__version__}, gloo on a CPU."
+    lines = ",\n".join(json.dumps(each) for each in merged)
+    RESULT.write_text(f'{{"head": {json.dumps(head)}, "cells": [\n{lines}\n]}}\n')
+    text, _, rest = TRUST.read_text().partition(BEGIN)
+    TRUST.write_text(text + summary(merged, head) + rest.partition(END)[2])
+
+
 def main() -> None:
-    """Run the chosen cells and print the table; with all cells, write the results."""
+    """Run the chosen cells, print the table, and store the results, unless a sample was run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names of cells")
     parser.add_argument("--every", type=int, default=1, help="run every n-th cell")
@@ -667,11 +683,8 @@ def main() -> None:
     spent = time.monotonic() - began
     print(table(results))
     print(f"{len(results)} cells in {spent:.0f} s")
-    if {cell.name for cell in chosen} == {cell.name for cell in cells()} and not options.broken:
-        head = f"{len(results)} jobs, torch {torch.__version__}, gloo on a CPU, {spent:.0f} s."
-        RESULT.write_text(json.dumps({"head": head, "cells": results}, indent=1) + "\n")
-        before, _, rest = TRUST.read_text().partition(BEGIN)
-        TRUST.write_text(before + summary(results, head) + rest.partition(END)[2])
+    if not options.broken and options.every == 1:
+        store(results)
     sys.exit(any(each["wrong"] for each in results))
 
 

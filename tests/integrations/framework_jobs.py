@@ -820,7 +820,7 @@ def example(folder: Path, name: str, **words: Any) -> dict[str, Any]:
 
 
 @job
-def readme(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def guide(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Run the examples whose packages are installed."""
     result = {}
     if "lightning" in INSTALLED:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import io
 import os
-import re
 import socket
 import sys
 import time
@@ -60,17 +59,6 @@ def _in_processes(size: int, words: Sequence[Any]) -> list[dict[str, Any]]:
 def digest(end: Tensor) -> str:
     """Return a text that ranks share if they ended in the same bits."""
     return hashlib.sha256(end.numpy().tobytes()).hexdigest()
-
-
-README = Path(__file__).parents[2] / "README.md"
-
-
-def example(section: str) -> str:
-    """Return the one Python program of a section of README.md."""
-    body = re.search(rf"\n## {section}\n(.*?)\n## ", README.read_text(), re.DOTALL)
-    assert body
-    (program,) = re.findall(r"```python\n(.*?)```", body[1], re.DOTALL)
-    return program
 
 
 def program(member: Any, text: str, folder: str, words: list[str], port: int) -> str:

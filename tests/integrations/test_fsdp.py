@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -85,7 +83,7 @@ def test_replicas_of_shards_end_as_by_torchs_own_hybrid_sharding():
             assert found[name], "its own exchange, with other random numbers in each replica"
         assert 'fully_shard(..., mesh=mesh["shard"])' in found["two dimensions"]["text"]
         assert "a mesh of 2 dimensions" in found["replicas of two dimensions"]["text"]
-        assert "seed: rank 0 0, rank 1 1" in found["odd"]["text"]
+        assert re.search(r"seed: rank \d 0, rank \d 1", found["odd"]["text"])
         assert found["odd"]["seconds"] < 5
 
 
@@ -160,19 +158,21 @@ def test_two_levels_send_eight_bits_inside_and_four_between():
 def test_two_levels_that_are_broken_are_seen():
     every = of("two_levels_broken", 4)
     assert len({found["right"] for found in every}) == 1
-    assert len({found["seeds"] for found in every}) > 1, "replicas that drew other positions"
+    for found in every:  # replicas that drew other positions have other means
+        assert found["seeds"]["kind"] == "UsageError"
+        assert "mean: rank" in found["seeds"]["text"]
     assert not any(found["shared draws"] for found in every)
 
 
 TWO_LEVELS_REFUSED = {
     "no replicas": "between=QSGD.* and no replicas came.*leave between out",
-    "wrong replicas": "shard of each module, which replicas have in common: rank 0 .0, 0, 0., rank",
-    "method": "between compressor: rank 0 .*Hadamard4.*rank 1 .*QSGD",
-    "absent": "between compressor: rank 0 .*Hadamard4.*rank 1 None",
-    "field": "between compressor: rank 0 .*levels=3.*rank 1 .*levels=4",
-    "memory": "between memory: rank 0 .*Residual.*rank 1 .*NoMemory",
-    "state without": "between compressor: '.*Hadamard4.*' then, None now",
-    "state of another": "between compressor: .*Hadamard4.* then, .*Int8.* now",
+    "wrong replicas": r"shard of each module, which .*: rank \d .0, 0, 0., rank",
+    "method": r"between compressor: rank \d .*Hadamard4.*rank \d .*QSGD",
+    "absent": r"between compressor: rank \d .*Hadamard4.*rank \d None",
+    "field": r"between compressor: rank \d .*levels=3.*rank \d .*levels=4",
+    "memory": r"between memory: rank \d .*Residual.*rank \d .*NoMemory",
+    "state without": r"between compressor: '.*Hadamard4.*' then, None now",
+    "state of another": r"between compressor: .*Hadamard4.* then, .*Int8.* now",
 }
 
 
@@ -513,14 +513,5 @@ def test_lanes_between_replicas_are_a_ranks_own_chunks():
 def test_the_example_of_the_guide_trains(tmp_path):
     text = (ROOT / "gcbench/docs/your-job.md").read_text()
     (example,) = re.findall(r"```python\n(# shard\.py\n.*?)```", text, re.DOTALL)
-    (tmp_path / "shard.py").write_text(example)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # torch holds the process group of a DeviceMesh after destroy_process_group, also without a
-    # hook and when the model is gone. Its threads still run at exit,
-    # and now and then the process aborts there, presumably by one of them.
-    for _ in range(3):
-        done = subprocess.run([*words, "shard.py"], cwd=tmp_path, capture_output=True, text=True)
-        if "terminate called without an active exception" not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"3\.\d times fewer bytes", done.stdout)
+    printed = jobs.run_program(example, tmp_path)
+    assert all(re.search(r"3\.\d times fewer bytes", each) for each in printed)

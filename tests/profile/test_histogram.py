@@ -211,8 +211,8 @@ def test_processes_capture_what_the_simulation_does(tmp_path: Path) -> None:
 
 def test_a_resumed_run_keeps_what_it_captured(tmp_path: Path) -> None:
     """Kill it behind a capture: the file stays, is not written again, and the rest follows."""
-    words = ["run", "--task", "digits", "--steps", 800, "--batch", 16, "--workers", 2]
-    words += ["--compressor", "none", "--results", tmp_path, "--capture", "5,790"]
+    words = ["run", "--task", "digits", "--steps", 300, "--batch", 16, "--workers", 2]
+    words += ["--compressor", "none", "--results", tmp_path, "--capture", "5,290"]
     words += ["--eval-every", 0, "--progress", "none", "--checkpoint-seconds", 0]
     process = start(*words)
     wait_for(lambda: list(tmp_path.glob("*/captures/*5.safetensors")), process)
@@ -223,12 +223,12 @@ def test_a_resumed_run_keeps_what_it_captured(tmp_path: Path) -> None:
     before = first.stat().st_mtime_ns
     missed = invoke(*words[:-8], "--capture", "1", "--eval-every", 0, "--progress", "none")
     assert missed.code == 2
-    assert "past step(s) 1, and their gradients were not captured; --force" in missed.err
+    assert "--force" in missed.err
     done = invoke(*words)
     assert done.code == 0, done.err
     assert "resuming from checkpoint" in done.err
     assert first.stat().st_mtime_ns == before
-    assert [one.step for one in captures.load([tmp_path])] == [5, 790]
+    assert [one.step for one in captures.load([tmp_path])] == [5, 290]
     again = invoke(*words)
     assert (again.code, "finished before, skipped" in again.err) == (0, True)
 

@@ -10,20 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BELOW = {
-    "core": (),
-    "ops": ("core",),
+ORDER = (
+    *("core", "ops", "results", "integrations", "training", "stats", "report", "studies", "checks"),
+    *("profile", "predict", "netlab", "commands"),
+)
+"""The rooms; each may import those before it, if nothing else is said."""
+BELOW: dict[str, tuple[str, ...]] = {
+    **{room: ORDER[:place] for place, room in enumerate(ORDER)},
     "results": ("core",),
     "integrations": ("core", "ops"),
-    "training": ("core", "ops", "integrations"),
-    "reporting": ("core", "ops", "training"),
-    "studies": ("core", "ops", "training", "reporting"),
-    "checks": ("core", "ops", "training", "reporting", "studies"),
-    "profile": ("core", "ops", "training", "reporting", "studies", "checks"),
-    "predict": ("core", "ops", "training", "reporting", "studies", "checks", "profile"),
-    "commands": (
-        *("core", "ops", "training", "reporting", "studies", "checks", "profile", "predict"),
-    ),
+    "stats": ("core", "results"),
+    "netlab": ("core", "report"),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")

@@ -962,3 +962,28 @@ def test_bytes_are_whole_in_json(tmp_path: Path) -> None:
     sizes = {key: value for key, value in record.items() if "bytes" in key and value is not None}
     assert len(sizes) >= 2
     assert all(type(value) is int for value in sizes.values())
+
+
+def test_every_setting_of_a_method_that_is_not_its_default_is_named(tmp_path: Path) -> None:
+    """Also where all rows have it; settings of the place are named where they differ."""
+    one = summary("topk", 0, 0.5)
+    one["config"] |= {"memory": "residual", "start_step": 50, "dense_below": 10, "threads": 3}
+    assert [row.method for row in table(tmp_path / "a", one)] == ["topk dense<10 [start_step=50]"]
+    adam = summary("onebitadam", 0, 0.5)
+    adam["config"] |= {"memory": "onebitadam", "memory_options": {"beta1": 0.9}, "start_step": 100}
+    assert [row.method for row in table(tmp_path / "b", adam)] == ["onebitadam"]
+    adam["config"]["start_step"] = 0
+    assert [row.method for row in table(tmp_path / "c", adam)] == ["onebitadam [start_step=0]"]
+
+
+def test_rows_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
+    lion, plain = summary("signsgd", 0, 0.5), summary("signsgd", 1, 0.5)
+    lion["config"] |= {"memory": "momentum", "memory_options": {"decay": 0.99}}
+    folder = write(tmp_path, *BASE, lion, plain, summary("mine", 0, 0.5))
+    given = ("--label", "lion=signsgd:memory=momentum", "--label", "ours=./somewhere/mine.py")
+    found = {row["method"] for row in invoke("compare", folder, *given, "--json").json}
+    assert found == {"none", "lion", "signsgd", "ours"}
+    for wrong in ("lion", "=signsgd", "lion=", "lion=signsgd:momentum"):
+        done = invoke("compare", folder, "--label", wrong)
+        assert done.code == 2
+        assert wrong in done.err

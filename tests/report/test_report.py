@@ -208,6 +208,25 @@ def test_what_cannot_be_reported(folder: Path) -> None:
 
 
 @needs_browser
+def test_what_cannot_be_read_is_named_and_the_rest_is_shown(folder: Path) -> None:
+    rows = [summary("none", 7, 0.5), {**summary("wrong", 0, 0.5), "workers": 0}]
+    mixed = folder / "mixed.json"
+    mixed.write_text(json.dumps(rows))
+    table = next((folder / "analyses").glob("*/rows.json"))
+    table.write_text(table.read_text().replace("0.5", "0.25"))
+    page = folder / "page.html"
+    done = invoke("report", folder / "runs", folder / "analyses", mixed, "--output", page)
+    assert done.code == 1
+    for place in ("mixed.json, row 2: `workers`", "rows.json does not match its digest"):
+        assert place in done.err
+    assert "good" in page.read_text()
+    assert "6 runs" in done.err
+    mixed.write_text(json.dumps(rows[1:]))
+    page.unlink()
+    assert invoke("report", mixed, "--output", page).code == 1
+    assert not page.exists(), "nothing is left to show"
+
+
 def test_headings_sort_their_table(folder: Path) -> None:
     """Numbers by value, the best first, then the worst; what is no number last, both times."""
     path = folder / "page.html"

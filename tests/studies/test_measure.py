@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,33 @@ def test_an_analysis_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         *("analysis.json", "bins.json", "bins.parquet", "times.json", "times.parquet")
     ]
+
+
+def test_no_flipped_bit_of_an_analysis_is_read(tmp_path: Path) -> None:
+    folder = measuring.save(made(), tmp_path)
+    before = measuring.document(measuring.load(folder))
+    draw = random.Random(0)
+    for path in folder.iterdir():
+        whole = path.read_bytes()
+        for bit in draw.sample(range(8 * len(whole)), 40):
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            try:
+                read = measuring.document(measuring.load(folder))
+            except GcbenchError as error:
+                read = before if str(folder) in str(error) else None
+            assert read == before
+        path.write_bytes(whole)
+
+
+def test_an_analysis_without_digests_is_refused(tmp_path: Path) -> None:
+    folder = measuring.save(made(), tmp_path)
+    path = folder / "analysis.json"
+    head = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in head.items() if key != "digest"}))
+    with pytest.raises(GcbenchError, match=r"analysis\.json has no `digest`"):
+        measuring.load(folder)
 
 
 def test_an_analysis_comes_back_from_its_json(tmp_path: Path) -> None:

@@ -17,13 +17,12 @@ from gcbench.core.errors import GcbenchError, Interrupted, UsageError
 from gcbench.core.schema import UPDATE_RULE
 from gcbench.core.world import SimulatedWorld
 from gcbench.report import compare, suite_match
-from gcbench.results import rows, update_rule
+from gcbench.results import rows, settings, update_rule
 from gcbench.results.reader import load
-from gcbench.stats import seeds
+from gcbench.stats import intervals
 from gcbench.training import suites
 from gcbench.training.configuration import Config, command
 from gcbench.training.store import Run
-from gcbench.training.suites import tuning
 from gcbench.training.suites.tuning import Trial, Tune, quality
 from gcbench.training.train import Options, Trainer
 
@@ -544,7 +543,7 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
                 }
             )
     (tmp_path / "rows.json").write_text(json.dumps(found))
-    own = tuning.TUNED_KEYS
+    own = settings.TUNED_KEYS
     made = compare.rows(load([tmp_path / "rows.json"]), own=own)
     tier = [compare.replace(row, tier="t") for row in made]
     return {row.first.compressor_name: row for row in compare.ranked(tier)}
@@ -574,7 +573,7 @@ def test_pairs_decide_where_seeds_differ_more_than_methods(tmp_path):
 
 def test_the_more_pairs_the_wider_their_intervals(tmp_path, monkeypatch):
     """t = 3.4 of five seeds: beyond 2.78, the limit of one pair, and not beyond 3.96, of three."""
-    monkeypatch.setattr(seeds, "resolution", lambda *_: 0.0)  # seeds alone
+    monkeypatch.setattr(intervals, "resolution", lambda *_: 0.0)  # seeds alone
     ahead = [0.005, 0.02, 0.03, 0.05, 0.02]
     two = {"terngrad": [0.7] * 5, "qsgd": [0.7 + d for d in ahead]}
     assert {row.rank for row in table(tmp_path, **two).values()} == {"1", "2"}
@@ -770,7 +769,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     """A tier with a tie, one with a clear best, and one whose ranks are not known."""
     from gcbench.report import tier_plot
 
-    monkeypatch.setattr(seeds, "resolution", lambda *_: 0.0)  # seeds alone
+    monkeypatch.setattr(intervals, "resolution", lambda *_: 0.0)  # seeds alone
     made = table(
         tmp_path,
         none=[0.70, 0.71, 0.69, 0.70, 0.70],

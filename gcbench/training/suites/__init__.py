@@ -70,7 +70,9 @@ class Published(NamedTuple):
     differs: str
     """How the suite differs from the paper."""
     top5: float | None = None
-    """Top-5 test accuracy, a fraction of 1; None if the paper does not report it."""
+    """Top-5 test accuracy, a fraction of 1; None where the paper does not report it."""
+    loss: float | None = None
+    """Test loss; None where the paper reports an accuracy."""
 
     @property
     def source(self) -> str:
@@ -133,7 +135,8 @@ class Entry(BaseModel):
     by: str | None = None  # the setting whose values are the keys of `published`
     published: float | dict[int | float | str, float | None] | None = None
     published_top5: float | None = None
-    start: list[float] | None = None  # rates to try first, instead of those of `tune`
+    published_loss: Annotated[float, Field(gt=0)] | None = None  # of a task without accuracy
+    start: list[float] | None = None  # rates that are tried first, in place of those of `tune`
     factors: list[str] = []  # names in the factors of `tune`, whose values are alternatives
     as_published: dict[str, Any] = {}  # settings of the source that differ from `config`
     tuned: bool = True  # false: the entry sets its rate
@@ -325,7 +328,7 @@ class Suite(BaseModel):
         owners: dict[str, int] = {}
         for number, entry in enumerate(self.entries, 1):
             steps = entry.paper_steps or self.paper_steps
-            if steps is None and entry.published is not None:
+            if steps is None and (entry.published, entry.published_loss) != (None, None):
                 raise UsageError(f"suite {self.name!r}, entry {number}: paper_steps is missing")
             tune = self._tune(number, entry)
             for base, accuracy in entry.cells():
@@ -339,6 +342,7 @@ class Suite(BaseModel):
                         self.name,
                         self.differs,
                         entry.published_top5,
+                        entry.published_loss,
                     )
                 try:
                     cell = [*self._alternatives(number, entry, base, tune, published, changed)]

@@ -1,0 +1,229 @@
+"""Tuned factors of a suite: the second seed, what is run, and the table of the best found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import invoke
+
+from gcbench.core.errors import UsageError
+from gcbench.report import compare, suite_match
+from gcbench.results import rows
+from gcbench.results.reader import load
+from gcbench.training import configuration, suites
+from gcbench.training.configuration import Config
+
+SUITE = """
+title: factors
+source: ours
+place: mine
+differs: It is short.
+tune:
+  seed: 9
+  second_seed: 10
+  noise: 0.01
+  ladder: [0.001, 0.01, 0.1, 1.0]
+  start: [0.01, 0.1]
+  extend: 1
+  factors:
+    momentum:
+      - {}
+      - {momentum: 0.0, start: [0.1, 1.0]}
+    selection:
+      - {}
+      - {options: {granularity: model}}
+tiers: {"all": [0, 40]}
+config:
+  {task: digits, batch: 32, steps: 20, workers: 2, holdout: 200, seed: [0, 1], momentum: 0.9,
+   threads: 1}
+entries:
+  - config: {compressor: none}
+    factors: [momentum]
+  - config: {compressor: topk}
+    factors: [momentum, selection]
+    as_published: {options: {granularity: model}}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text(SUITE)
+    return path
+
+
+def follow(
+    suite: suites.Suite, judge: Callable[[Config], float], given: Mapping[str, Any]
+) -> tuple[list[Config], list[Config]]:
+    """Return the trials and the runs of a suite, where `judge` has the result of each."""
+    work, trials, final = suite.runs(given), [], []
+    result: dict[str, Any] | None = None
+    while True:
+        try:
+            config = work.send(result)  # type: ignore[arg-type]
+        except StopIteration:
+            return trials, final
+        (final if config.test else trials).append(config)
+        result = {"validation_accuracy": judge(config), "validation_loss": 1.0}
+
+
+def judged(best: float, momentum: float = 0.0, model: float = 0.0) -> Callable[[Config], float]:
+    """Return a judge who prefers the rate `best`, and adds to no momentum and to whole models."""
+
+    def judge(config: Config) -> float:
+        plain = momentum * (config.momentum == 0.0)
+        return 0.5 + plain + model * ("granularity" in config.options) - abs(config.lr - best)
+
+    return judge
+
+
+def test_every_value_of_a_factor_has_its_rates_and_the_best_is_run(own: Path) -> None:
+    suite = suites.load(str(own))
+    trials, final = follow(suite, judged(0.1, momentum=0.1), {"compressor": ["none"]})
+    assert {(c.momentum, c.lr) for c in trials} == {
+        *((0.9, lr) for lr in (0.01, 0.1, 1.0)),
+        *((0.0, lr) for lr in (0.01, 0.1, 1.0)),
+    }
+    assert {c.seed for c in trials} == {9}, "a clear choice needs no second seed"
+    made = sorted((c.momentum, c.lr, c.seed) for c in final)
+    assert made == [(m, 0.1, seed) for m in (0.0, 0.9) for seed in (0, 1)]
+
+
+def test_a_close_choice_is_tried_again_with_the_second_seed(own: Path) -> None:
+    """The mean of both seeds decides: what was behind at first may win."""
+
+    def judge(config: Config) -> float:
+        lead = 0.005 if config.seed == 9 else -0.02
+        return judged(0.1, momentum=lead)(config)
+
+    trials, final = follow(suites.load(str(own)), judge, {"compressor": ["none"]})
+    again = [(c.momentum, c.lr) for c in trials if c.seed == 10]
+    assert again == [(0.9, 0.1), (0.0, 0.1)]
+    assert {c.momentum for c in final} == {0.9}
+
+
+def test_the_source_s_setting_is_run_beside_the_best(own: Path) -> None:
+    best = judged(0.1, momentum=0.2, model=-0.1)
+    _, final = follow(suites.load(str(own)), best, {"compressor": ["topk"], "seed": [0]})
+    made = {(c.momentum, c.options.get("granularity")) for c in final}
+    assert made == {(0.0, None), (0.9, "model")}
+
+
+def stored(suite: suites.Suite, judge: Callable[[Config], float], path: Path) -> None:
+    """Write the rows of all trials and runs of a suite."""
+    trials, final = follow(suite, judge, {})
+    made = []
+    for config in (*trials, *final):
+        shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
+        value = judge(config) + config.seed / 1000
+        split = "test" if config.test else "validation"
+        summary = {
+            "schema": 1,
+            **{key: getattr(config, key) for key in shown},
+            "compressor": str(config.make_compressor()),
+            "compressor_name": config.compressor,
+            **{f"{split}_accuracy": value, f"{split}_loss": 1.0, "test_examples": 10**6},
+            **{"payload_bytes_up": 8.0, "payload_bytes_down": 8.0, "payload_ratio_up": 2.0},
+            "wire_bytes": {"per_worker": 8.0},
+            "config": config.model_dump(mode="json"),
+            "config_hash": config.hash,
+        }
+        made.append(rows.row(summary, [], ""))
+    rows.write(path, made)
+
+
+def test_the_table_has_the_best_found_beside_as_published(own: Path, tmp_path: Path) -> None:
+    suite, path = suites.load(str(own)), tmp_path / "rows.parquet"
+    stored(suite, judged(0.1, momentum=0.2, model=-0.1), path)
+    beside = suite_match.beside(suite, load([path]))
+    assert beside.missing == []
+    every = compare.rows(beside.runs, own=suite.choices, preferred=beside.best)
+    shown = {row.first.compressor_name: row for row in beside.rows(every)}
+    assert len(every) == 4
+    none, topk = shown["none"], shown["topk"]
+    assert none.runs[0].config["momentum"] == topk.runs[0].config["momentum"] == 0.0
+    assert none.mean == pytest.approx(0.7005)
+    assert topk.difference == pytest.approx(0.0), "from the best fp32, not from that of momentum .9"
+    assert none.as_published is not None
+    assert topk.as_published is not None
+    assert none.as_published.mean == pytest.approx(0.5005)
+    assert topk.as_published.mean == pytest.approx(0.4005)
+    assert topk.record()["as_published"] == topk.as_published.mean
+    table = invoke("compare", path, "--suite", own, "--columns", "as published").out
+    assert "40.05" in table
+    stored(suite, judged(0.1, momentum=-0.1, model=0.05), path)
+    alike = suite_match.beside(suite, load([path]))
+    rest = alike.rows(compare.rows(alike.runs, own=suite.choices, preferred=alike.best))
+    assert all(row.as_published is None for row in rest)
+
+
+def test_another_suite_takes_its_settings_from_the_choice(tmp_path: Path, monkeypatch) -> None:
+    """Its runs have the steps of their own, and its trials those of the suite that chooses."""
+    theirs = tmp_path / "first.yaml"
+    theirs.write_text(SUITE)
+    monkeypatch.setattr(suites, "names", lambda: ["first"])
+    monkeypatch.setattr(suites, "FOLDER", tmp_path)
+    suites._own.cache_clear()
+    longer = tmp_path / "longer.yaml"
+    longer.write_text(
+        "title: longer\nsource: ours\nplace: mine\ndiffers: longer\nsettings_from: first\n"
+        "config: {steps: 60, seed: [5]}\nentries:\n  - config: {compressor: topk}\n"
+    )
+    try:
+        trials, final = follow(suites.load(str(longer)), judged(0.1, momentum=0.2), {})
+    finally:
+        suites._own.cache_clear()
+    assert {c.steps for c in trials} == {20}
+    assert [(c.steps, c.seed, c.momentum, c.lr) for c in final] == [(60, 5, 0.0, 0.1)]
+
+
+def test_optimizers_and_schedules_of_a_suite_reach_its_runs(own: Path) -> None:
+    more = "clip_norm: 1.0, optimizer: adamw, decay: update, schedule: cosine, schedule_floor: 0.1"
+    text = SUITE.replace("momentum: 0.9,\n   threads: 1", f"threads: 1, {more}")
+    own.write_text(text.replace("{momentum: 0.0, start: [0.1, 1.0]}", "{clip_norm: 0.0}"))
+    trials, final = follow(suites.load(str(own)), judged(0.1), {"compressor": ["none"]})
+    for config in (*trials, *final):
+        assert (config.optimizer, config.schedule, config.schedule_floor) == (
+            "adamw",
+            "cosine",
+            0.1,
+        )
+    assert {config.clip_norm for config in trials} == {0.0, 1.0}
+
+
+def test_a_published_loss_stands_beside_ours(tmp_path: Path) -> None:
+    nanogpt = suites.load("nanogpt")
+    (published,) = {p.published.loss for p in nanogpt.points() if p.published is not None}
+    assert published == 1.88
+    point = next(p for p in nanogpt.points() if p.published is not None)
+    config = point.config
+    shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
+    summary = {
+        "schema": 1,
+        **{key: getattr(config, key) for key in shown},
+        **{"compressor": "NoCompression()", "compressor_name": "none", "test_loss": 1.9},
+        **{"payload_bytes_up": 8.0, "payload_bytes_down": 8.0, "wire_bytes": {"per_worker": 8.0}},
+        "config": config.model_dump(mode="json"),
+    }
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps(summary))
+    (row,) = invoke("compare", path, "--suite", "nanogpt", "--json").json
+    assert row["published_loss"] == 1.88
+    assert row["published_difference"] == pytest.approx(0.02)
+    assert "1.88" in invoke("compare", path, "--suite", "nanogpt").out
+
+
+def test_reference_rows_come_from_a_clean_tree(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(configuration, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(configuration, "changed_files", lambda: ["gcbench/cli.py"])
+    reference = tmp_path / "results" / "reference"
+    reference.mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"gcbench/cli\.py"):
+        configuration.require_clean(reference / "main.parquet")
+    configuration.require_clean(tmp_path / "mine.parquet")
+    monkeypatch.setattr(configuration, "changed_files", list)
+    configuration.require_clean(reference / "main.parquet")
