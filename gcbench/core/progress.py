@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 
 Mode = Literal["auto", "bar", "plain", "none"]
 WIDE = 90
-"""In a terminal of at least so many columns the bar also shows the latest numbers."""
+"""In a terminal of at least this many columns the bar also shows the latest numbers."""
 ANNOUNCE_SECONDS = 5.0
-"""After so many seconds of steps the duration of the grid is estimated and announced."""
+"""After this many seconds of steps the duration of the grid is estimated and announced."""
 DELAY_SECONDS = 1.0
 """Reading files shows its progress if it takes longer than this."""
 PLAIN_SECONDS = 10.0
@@ -22,7 +22,7 @@ PLAIN_SECONDS = 10.0
 class Observer(Protocol):
     """Shows progress: is called at every step, and with every record."""
 
-    def step(self, step: int, said: str = "") -> None: ...  # noqa: D102
+    def step(self, step: int, text: str = "") -> None: ...  # noqa: D102
 
     def record(self, record: Mapping[str, Any]) -> None: ...  # noqa: D102
 
@@ -34,7 +34,7 @@ class Observer(Protocol):
 class Silent:
     """Shows nothing."""
 
-    def step(self, step: int, said: str = "") -> None:  # noqa: D102
+    def step(self, step: int, text: str = "") -> None:  # noqa: D102
         pass
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
@@ -70,17 +70,17 @@ class Plain:
         self.last = 0.0
         self.first: tuple[int, float] | None = None
 
-    def step(self, step: int, said: str = "") -> None:
-        """Print `said`, if there is anything, with the remaining time estimated from the pace."""
+    def step(self, step: int, text: str = "") -> None:
+        """Print `text`, if there is anything, with the remaining time estimated from the pace."""
         now = time.monotonic()
         if self.first is None:
             self.first = step, now
         done = step - self.first[0]
-        if said and now - self.last >= PLAIN_SECONDS:
+        if text and now - self.last >= PLAIN_SECONDS:
             step = min(step, self.steps)
             left = (now - self.first[1]) / done * (self.steps - step) if done else None
             time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
-            self._print(f"{step}/{self.steps}  {said}{time_left}")
+            self._print(f"{step}/{self.steps}  {text}{time_left}")
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         if record["kind"] == "eval" or time.monotonic() - self.last >= PLAIN_SECONDS:
@@ -113,28 +113,28 @@ class Bar:
         )
         from rich.progress import TimeRemainingColumn as Remaining
 
-        self.name, self.steps, self.said = name, steps, {"train": "", "eval": ""}
+        self.name, self.steps, self.numbers = name, steps, {"train": "", "eval": ""}
         console = Console(stderr=True)
         columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(16)]
         columns += [MofNCompleteColumn(), Remaining(compact=True)]
         if console.width >= WIDE:
-            columns.append(TextColumn("{task.fields[said]}"))
+            columns.append(TextColumn("{task.fields[text]}"))
         self.bar = Progress(*columns, console=console)
         short = name if console.width >= WIDE else name.rsplit("-", 1)[0]
-        self.task = self.bar.add_task(short, total=steps, said="")
+        self.task = self.bar.add_task(short, total=steps, text="")
         self.bar.start()
 
-    def step(self, step: int, said: str = "") -> None:  # noqa: D102
+    def step(self, step: int, text: str = "") -> None:  # noqa: D102
         done = min(step, self.steps)
-        if said:
-            self.bar.update(self.task, completed=done, said=said)
+        if text:
+            self.bar.update(self.task, completed=done, text=text)
         else:
             self.bar.update(self.task, completed=done)
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        self.said[record["kind"]] = _words(record, short=True)
-        said = "  ".join(filter(None, self.said.values()))
-        self.bar.update(self.task, said=said)
+        self.numbers[record["kind"]] = _words(record, short=True)
+        text = "  ".join(filter(None, self.numbers.values()))
+        self.bar.update(self.task, text=text)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -153,24 +153,24 @@ class Announcing:
     def __init__(self, inner: Observer, steps: int, after: int) -> None:
         self.inner, self.steps, self.after = inner, steps, after
         self.first: tuple[int, float] | None = None
-        self.said = False
+        self.announced = False
 
-    def step(self, step: int, said: str = "") -> None:  # noqa: D102
-        self.inner.step(step, said)
+    def step(self, step: int, text: str = "") -> None:  # noqa: D102
+        self.inner.step(step, text)
         now = time.monotonic()
         if self.first is None:
             self.first = step, now
         seconds, done = now - self.first[1], step - self.first[0]
-        if self.said or seconds < ANNOUNCE_SECONDS or not done:
+        if self.announced or seconds < ANNOUNCE_SECONDS or not done:
             return
-        self.said = True
+        self.announced = True
         pace = seconds / done
-        own, whole = (
+        here, whole = (
             timedelta(seconds=round(pace * left))
             for left in (self.steps - step, self.steps - step + self.after)
         )
         self.inner.say(
-            f"about {own} left of this run, {whole} of the grid ({self.after:,} steps after it) "
+            f"about {here} left of this run, {whole} of the grid ({self.after:,} steps after it) "
             "by this run's pace; Ctrl-C keeps what is done"
         )
 
@@ -194,11 +194,11 @@ class Delayed:
         self.make, self.began = make, time.monotonic()
         self.inner: Observer | None = None
 
-    def step(self, step: int, said: str = "") -> None:  # noqa: D102
+    def step(self, step: int, text: str = "") -> None:  # noqa: D102
         if self.inner is None and time.monotonic() - self.began >= DELAY_SECONDS:
             self.inner = self.make()
         if self.inner is not None:
-            self.inner.step(step, said)
+            self.inner.step(step, text)
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         if self.inner is not None:

@@ -28,7 +28,7 @@ def explained(path: Path) -> Iterator[None]:
 def open_own(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     """Open a file of a run, as `open` does; if it exists it must be a regular file.
 
-    A symbolic link could lead to a file that is no part of the run, which would be overwritten; a
+    A symbolic link could lead to a file outside the run, which would be overwritten; a
     pipe would make this process wait for a reader or writer.
 
     Raises:
@@ -62,10 +62,10 @@ def not_own(path: Path) -> GcbenchError:
     )
 
 
-def write_atomically(path: Path, data: bytes, kept: Path | None = None) -> None:
+def write_atomically(path: Path, data: bytes, backup: Path | None = None) -> None:
     """Replace `path` with `data`: after a crash it holds the old bytes or the new, never a mix.
 
-    `kept`: where to move the old file; after a crash there may be a file at `kept` and none at
+    `backup`: where to move the old file; after a crash there may be a file at `backup` and none at
     `path`. Once this returns the data survives a loss of power.
 
     Raises:
@@ -78,8 +78,8 @@ def write_atomically(path: Path, data: bytes, kept: Path | None = None) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            if kept is not None and path.exists():
-                path.replace(kept)
+            if backup is not None and path.exists():
+                path.replace(backup)
             part.replace(path)
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:

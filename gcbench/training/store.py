@@ -61,7 +61,7 @@ class Run(RunFolder):
         data = buffer.getvalue()
         head = MARK + hashlib.sha256(data).hexdigest().encode() + b"\n"
         last, before = (self.folder / name for name in CHECKPOINTS)
-        write_atomically(last, head + data, kept=before)
+        write_atomically(last, head + data, backup=before)
 
     def checkpoint(self, tell: Callable[[str], object] = print) -> dict[str, Any] | None:
         """Return the last undamaged checkpoint, on the CPU; None if there is no checkpoint.

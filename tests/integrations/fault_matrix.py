@@ -44,7 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gcbench
 from gcbench.core.world import DistributedWorld
 from gcbench.integrations import ddp, fsdp  # noqa: F401 - as above
-from gcbench.training import launched
+from gcbench.training import fork_server
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "results" / "fault-matrix.json"
@@ -419,7 +419,7 @@ def _break(hook: Any, broken: str) -> None:
 def rank_job(cell: Cell, rank: int, folder: Path, limits: Limits, parent: int) -> None:
     """Run one rank; its log is folder/RANK.jsonl, one event per line."""
     global FAULT
-    launched.die_with_parent(parent)  # also one that is stopped
+    fork_server.die_with_parent(parent)  # also one that is stopped
     file = os.open(folder / f"{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def log(event: str, **values: Any) -> None:

@@ -34,7 +34,6 @@ CLEARED = (
     "gcbench/training/sinks.py",
     "gcbench/training/suites",
     "gcbench/training/train.py",
-    "gcbench/training/update_rule.py",
     "tasks",
     "tests/compressors",
     "tests/core",
