@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from _paper import (
     Choices,
+    Columns,
     Seeds,
     check_seeds,
     main,
@@ -304,7 +305,7 @@ def _correlation(run: Sequence[Row], field: str) -> float:
 
 def _table(rows: Sequence[Row], settings: Settings) -> Table:
     config = settings.config(settings.seed[0])
-    columns = {
+    columns: Columns = {
         "seed": "seed",
         "step": "step",
         "gradient_low": "phi(g)\nat least",

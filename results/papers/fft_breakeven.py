@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from _paper import Choices, main, table, values
+from _paper import Choices, Columns, main, table, values
 from pydantic import Field, field_validator
 
 from gcbench import ops
@@ -272,7 +272,7 @@ def _stage_table(settings: Settings, speed: Mapping[str, float], forth: float, n
     how = f"{n:,} elements, medians of {ROUNDS}, {_threads(settings)}"
     if settings.throughput:
         how = "given"
-    columns = {
+    columns: Columns = {
         "stage": "stage",
         "bytes_per_second": ("GB/s", 1e-9),
         "compress": "times in\ncompress",
@@ -299,7 +299,7 @@ def _reading_table(readings: Mapping[str, float], ratio: float, nominal: float) 
         }
         for name, seconds in readings.items()
     ]
-    columns = {
+    columns: Columns = {
         "reading": "estimate of S",
         "seconds_per_byte": ("S\ns/GB", 1e9),
         "fastest_bytes_per_second": ("1/S\nGB/s", 1e-9),
@@ -325,7 +325,7 @@ def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float)
             sensitivity = None if least is None else least - 1
             row: Row = {"reading": name, "link_gbit": gbit, "least_ratio": least}
             rows.append({**row, "sensitivity": sensitivity, "pays": pays})
-    columns = {
+    columns: Columns = {
         "link_gbit": "link\nGbit/s",
         "least_ratio": "k_min",
         "sensitivity": "d ln k\n/ d ln S",

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from _paper import Trained, main, measured, plot, result, table, title, values
+from _paper import Columns, Trained, main, measured, plot, result, table, title, values
 from number_formats import error
 from pydantic import Field
 from torch import Tensor
@@ -163,7 +163,7 @@ def run(
     rows = measured(each, settings, observer, ledger, data_dir, first)
     judged = judge(rows)
     low, high = (fmean(ends) for ends in zip(*ranges.values(), strict=True))
-    columns = {
+    columns: Columns = {
         "seed": "seed",
         "step": "step",
         "low": "low",

@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Annotated
 
 import torch
-from _paper import Trained, main, measured, number, plot, result, table, title, values
+from _paper import Columns, Trained, main, measured, number, plot, result, table, title, values
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
@@ -255,7 +255,7 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
     errors = found.groupby(["values", "bits", "format"], sort=False)["error"]
     made = errors.agg(error="mean", low="min", high="max", n="count").reset_index()
     used = ", ".join(f"{m} of {n}" for n, m in zip(settings.bits, settings.mantissa, strict=True))
-    columns = {
+    columns: Columns = {
         "bits": "bits",
         "format": "format",
         "error": ("error %\nmean", 100.0),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from _paper import Choices, main, number, plot, result, table, values
+from _paper import Choices, Columns, main, number, plot, result, table, values
 from pydantic import Field
 
 from gcbench import ops
@@ -114,7 +114,7 @@ def run(settings: Settings, command: str, observer: Observer, ledger: Ledger) ->
     """Draw, pack and unpack positions for each share, and judge the paper's claims."""
     rows = measure(settings)
     observer.step(1, "done")
-    columns = {
+    columns: Columns = {
         "kept": ("kept\n%", 100.0),
         **dict(zip(CODINGS, CODINGS, strict=True)),
         "entropy": "entropy",
