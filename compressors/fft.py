@@ -242,6 +242,9 @@ class FFTClaims(Claims[FFT], of=FFT):
         q += torch.where((size >= eps) & (size < eps + 2 * slack[:, None, None]), eps**2, 0.0)
         error = (weight[chosen][:, :, None] * q).sum((1, 2)).sqrt()
         bound = square - (captured - 2 * slack).clamp(min=0) ** 2 + (error + slack) ** 2
+        bound = torch.where(
+            rows.abs().amax(1) < ops.statistics.TINY, square, bound
+        )  # sent as zeros
         return float(bound.sum() if codec.low is not None else bound.minimum(square).sum())
 
     def delta(self, segments: Segments) -> float | None:

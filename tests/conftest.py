@@ -125,7 +125,7 @@ def third_party(monkeypatch):
 
     def forget():
         entries = registry.compressors, registry.memories, registry.tasks, sinks.registered
-        for cached in (*entries, properties.configurations):
+        for cached in (*entries, properties._configurations):
             cached.cache_clear()
 
     def put(folder: str) -> None:

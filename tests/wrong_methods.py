@@ -357,7 +357,7 @@ class OverclippedTern(TERN):
 
     clip: float = 4.0
 
-    def _own(self, x, segments):
+    def _scales(self, x, segments):
         return ops.ternary.scales(x, segments, 1.2)
 
 

@@ -129,7 +129,7 @@ class OwnLimit(TERN):
     """Rounds by its own largest magnitude, and is decoded by the common one."""
 
     def encode(self, x, ctx):
-        limit, own = self._own(x, ctx.segments)
+        limit, own = self._scales(x, ctx.segments)
         scale = own if self.share else ctx.shared
         if not self.share:
             return super().encode(x, ctx)

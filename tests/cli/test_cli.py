@@ -742,12 +742,12 @@ def test_a_compressor_brings_its_fields(tmp_path):
 
 
 def test_the_shell_completes_names(monkeypatch):
-    from gcbench import cli
+    from gcbench import commands
 
-    assert "terngrad" in cli._completed("compressors")("ter")
-    assert cli._completed("compressors")("none,ter") == ["none,terngrad"]
-    assert cli._completed("tasks")("dig") == ["digits"]
-    assert "main" in cli._completed("suites")("ma")
+    assert "terngrad" in commands.completed("compressors")("ter")
+    assert commands.completed("compressors")("none,ter") == ["none,terngrad"]
+    assert commands.completed("tasks")("dig") == ["digits"]
+    assert "main" in commands.completed("suites")("ma")
     done = gcbench_completes("gcbench run --task dig", 3)
     assert done.split() == ["digits"]
     assert gcbench_completes("gcbench run --task nosuch", 3).split() == []

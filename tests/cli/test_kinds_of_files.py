@@ -118,7 +118,7 @@ YAML = {
     "a mapping as a key": ("? {a: b}\n: c\n", "key"),
     "a number as a key": ("5: c\n", "key 5"),
     "null as a key": ("~: c\n", "key None"),
-    "twice": ("steps: 5\nsteps: 6\n", "twice"),
+    "twice": ("steps: 5\nsteps: 6\n", "'steps'"),
     "a date": ("task: !!timestamp 2020-01-01\n", "timestamp"),
     "a set": ("task: !!set {a, b}\n", "set"),
     "an object": ("task: !!python/object/apply:os.system [ls]\n", "python/object"),

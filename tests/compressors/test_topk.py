@@ -505,7 +505,7 @@ def test_other_corrupt_payloads():
         refused(method, [*where, values[:-1]], "expected")
         refused(method, [*where, values.double()], "expected")
         refused(method, [*where, values, values], "expected")
-        refused(method, [*where, values], "0 workers", count=0)
+        refused(method, [*where, values], "count 0", count=0)
         refused(method, [where[0].long(), *where[1:], values], "expected")
         if positions != "int32":
             for bit, message in ((1 << 30, "after the last"), (1 << 1, "bits set")):

@@ -197,7 +197,7 @@ def test_dense_policy():
     names, shapes = ["a.weight", "a.bias", "b.weight"], [(30, 10), (30,), (5, 30)]
     assert dense_tensors(names, shapes, 0, []) == [False, False, False]
     assert dense_tensors(names, shapes, 151, ["b.weight"]) == [False, True, True]
-    with pytest.raises(UsageError, match=r"dense_last: the last layer is c\.weight, which is not"):
+    with pytest.raises(UsageError, match=r"dense_last: the last layer, c\.weight, is not trained"):
         dense_tensors(names, shapes, 0, ["c.weight"])
 
 

@@ -167,7 +167,7 @@ def test_another_suite_takes_its_settings_from_the_choice(tmp_path: Path, monkey
     theirs.write_text(SUITE)
     monkeypatch.setattr(suites, "names", lambda: ["first"])
     monkeypatch.setattr(suites, "FOLDER", tmp_path)
-    suites._own.cache_clear()
+    suites._builtin.cache_clear()
     longer = tmp_path / "longer.yaml"
     longer.write_text(
         "title: longer\nsource: ours\nplace: mine\ndiffers: longer\nsettings_from: first\n"
@@ -176,7 +176,7 @@ def test_another_suite_takes_its_settings_from_the_choice(tmp_path: Path, monkey
     try:
         trials, final = follow(suites.load(str(longer)), judged(0.1, momentum=0.2), {})
     finally:
-        suites._own.cache_clear()
+        suites._builtin.cache_clear()
     assert {c.steps for c in trials} == {20}
     assert [(c.steps, c.seed, c.momentum, c.lr) for c in final] == [(60, 5, 0.0, 0.1)]
 
