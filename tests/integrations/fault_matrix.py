@@ -677,6 +677,8 @@ def main() -> None:
     parser.add_argument("--broken", choices=BROKEN, default="", help="defect of the hook")
     options = parser.parse_args()
     chosen = [cell for cell in cells() if any(part in cell.name for part in options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only}: no cell has this name")
     chosen = [replace(cell, broken=options.broken) for cell in chosen[:: options.every]]
     began = time.monotonic()
     results = run(chosen, Limits(), options.parallel, progress=True)

@@ -184,7 +184,7 @@ REFUSED = {
     "sparse": "0 has sparse gradients.*sparse=False",
     "double": "conv.weight is torch.float64.*Convert the model",
     "frozen": "no parameter of the model requires a gradient",
-    "last is frozen": r"dense_last: the last layer is last\.weight, last\.bias, which is not",
+    "last is frozen": r"dense_last: the last layer, last\.weight, last\.bias, is not trained",
     "second hook": "DDP takes one. Wrap the module in a new",
     "same hook": "registered already: make one for each model",
     "closed": "was closed. Wrap the module in a new",
