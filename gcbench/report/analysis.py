@@ -322,7 +322,7 @@ def load(folder: Path) -> Analysis:
     path = folder / HEAD
     if not path.exists():
         raise UsageError(f"no analysis in {folder} (its folder holds {HEAD} once it is finished)")
-    remedy = "Delete that folder and run its command again"
+    remedy = "delete that folder and run its command again"
     try:
         head = json.loads(files.read_text(path))
         if isinstance(head, dict) and head.get("version") == SCHEMA:

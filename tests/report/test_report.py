@@ -519,11 +519,11 @@ def test_files_of_something_else_are_refused(folder: Path) -> None:
         (folder / name).write_text(content)
         refused = invoke("report", folder / "runs", folder / name, "--output", folder / "x.html")
         assert (refused.code, name in refused.err, said in refused.err) == (code, True, True)
+        assert (folder / "x.html").exists() == (name == "list.json")  # the valid runs have a page
     refused = invoke("report", head.with_name("rows.json"))
     assert (refused.code, "one table of an analysis; name its folder" in refused.err) == (2, True)
     refused = invoke("compare", ROOT / "results/links.json")
     assert (refused.code, "`gcbench report` shows analyses" in refused.err) == (2, True)
-    assert not (folder / "x.html").exists()
     _, page = reported(folder / "x", head)  # with its tables beside it
     assert len(page.tables) == 1
 

@@ -197,8 +197,8 @@ def test_recipes_and_what_decays() -> None:
     ("options", "message"),
     [
         ({"network": "alexnett"}, "Did you mean 'alexnet'.*googlenet, resnet50"),
-        ({"side": 63}, "side 63: at least 64 pixels"),
-        ({"dropout": 1.0}, "dropout 1.0: from 0 to below 1"),
+        ({"side": 63}, "side 63: expected at least 64"),
+        ({"dropout": 1.0}, "dropout 1.0: expected at least 0"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
@@ -322,13 +322,13 @@ def test_selected_photos_are_the_same_photos(tree: Tree) -> None:
         (
             {},
             "train",
-            r"imagenet/train is missing; expected are .*/train/CLASS/\*\.JPEG and .*/val",
+            r"imagenet/train is missing; expected .*/train/CLASS/\*\.JPEG and .*/val",
         ),
         ({}, "val/n2", r"same class folders; only train has n2$"),
         ({"val/n3/0.JPEG": b"?"}, "val/n10", "only train has n10 and only val has n3$"),
         ({f"val/m{i}/0.JPEG": b"?" for i in range(5)}, None, r"val has m0, m1, m2, \.\.\. \(5 in"),
         ({}, "val/n2/0.JPEG", r"val/n2 has no photographs \(\.jpeg, \.jpg"),
-        ({"train/n2/1.JPEG": b""}, None, r"train/n2/1\.JPEG is empty; bring it again"),
+        ({"train/n2/1.JPEG": b""}, None, r"train/n2/1\.JPEG is empty"),
     ],
 )
 def test_what_is_missing_is_said(

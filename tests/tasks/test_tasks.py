@@ -166,7 +166,7 @@ def test_vmap_over_workers(name: str, options: dict[str, Any]) -> None:
     ("name", "options", "message"),
     [
         ("digits", {"network": "mpl"}, r"'digits': unknown network 'mpl'. Did .*'mlp'.*conv, mlp"),
-        ("digits", {"hidden": 0}, "hidden 0: at least 1 is allowed"),
+        ("digits", {"hidden": 0}, "hidden 0: expected at least 1"),
         ("mnist", {"network": "LeNet"}, "Known: lenet, lenet-caffe"),
         (
             "cifar10",

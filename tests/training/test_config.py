@@ -391,7 +391,7 @@ def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):
     with pytest.raises(UsageError, match=r"backend 'cuda' is unavailable: nobody brought a GPU"):
         Config.make({"backend": "cuda"})
     monkeypatch.setattr(cuda, "status", lambda: (True, ""))
-    with pytest.raises(UsageError, match=r"'cuda' serves cuda tensors, and these are on cpu"):
+    with pytest.raises(UsageError, match=r"'cuda' is for cuda tensors, and these are on cpu"):
         Config.make({"backend": "cuda"})
     with pytest.raises(UsageError, match=r"unknown backend 'refrence'. Did you mean 'reference'"):
         Config.make({"backend": "refrence"})

@@ -314,7 +314,7 @@ def test_a_simulation_survives_kills_and_ctrl_c(tmp_path):
     assert done.code == 130
     assert done.out == ""
     assert "Traceback" not in done.err
-    assert "Go on with: gcbench run --task quadratic" in done.err
+    assert "Continue with: gcbench run --task quadratic" in done.err
     assert "resuming from checkpoint" in done.err
     last = invoke(*command)
     assert "resuming from checkpoint" in last.err
@@ -340,7 +340,7 @@ def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
     assert done.code == 130
     assert "Traceback" not in done.err
     assert "stopped after step" in done.err
-    assert "Go on with: gcbench run --task quadratic" in done.err
+    assert "Continue with: gcbench run --task quadratic" in done.err
     (saved,) = parts.glob("*/checkpoint.pt")
     step = Run(saved.parent).checkpoint()["step"]
     assert f"stopped after step {step} of 200" in done.err

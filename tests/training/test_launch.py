@@ -109,7 +109,7 @@ def test_each_worker_knows_its_place_and_hears_no_terminal():
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ("exit", GcbenchError, "worker 1 ended with exit code 7"),
+        ("exit", GcbenchError, "worker 1 ended with exit code 7 and without a report"),
         ("kill", GcbenchError, "worker 1 was ended by SIGKILL: often out of memory"),
         ("late", GcbenchError, "worker 1 was ended by SIGKILL: often out of memory"),
         ("after", GcbenchError, "worker 1 was ended by SIGKILL: often out of memory"),
@@ -397,7 +397,7 @@ def test_a_worker_that_stands_still_is_named_after_the_timeout(monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
     with pytest.raises(GcbenchError) as raised:
         launch.in_processes(3, 1, crew.stand_still, [])
-    message = "s without an answer from worker 1, which has ended or stands still; the limit is 8 s"
+    message = "because worker 1 ended or does not respond; the limit is 8 s"
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -435,8 +435,8 @@ def test_a_half_set_environment_is_one_line(torchrun, tmp_path, command, name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("RANK", "abc", "RANK='abc' in the environment: a number expected"),
-        ("WORLD_SIZE", "-2", "WORLD_SIZE='-2' in the environment: a number expected"),
+        ("RANK", "abc", "RANK='abc' in the environment: expected a number"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE='-2' in the environment: expected a number"),
         ("RANK", "2", "RANK=2 of WORLD_SIZE=2"),
         ("LOCAL_RANK", "7", "LOCAL_RANK=7 of LOCAL_WORLD_SIZE=2"),
     ],

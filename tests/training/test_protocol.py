@@ -101,7 +101,7 @@ def test_the_test_split_is_looked_at_after_the_last_step_alone(tmp_path, monkeyp
 def test_nothing_would_judge_a_run_without_both_splits():
     with pytest.raises(UsageError, match="give --holdout n"):
         Config.make({"test": False})
-    with pytest.raises(UsageError, match="less 1400 held out"):
+    with pytest.raises(UsageError, match="minus 1400 held out"):
         trainer(holdout=1400, batch=64)
 
 
@@ -418,7 +418,7 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
     entry = "  - config: {compressor: none}\n  - config: {compressor: topk}\n"
     mine.write_text(OWN.partition("entries:")[0] + f"shares: [own]\nentries:\n{entry}")
     with pytest.raises(
-        UsageError, match=r"shares.*'own' is no suite of gcbench's own: converged, fft-acc"
+        UsageError, match=r"shares.*'own' is not a built-in suite: converged, fft-acc"
     ):
         suites.load(str(mine))
     names = suites.names()
@@ -445,7 +445,9 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
     assert "shares runs" not in both.err
     assert "[trial] digits-topk" in both.err, "what the other suite has is not made"
     typed = f"--suite {mine} --rows '{first}' --rows {theirs}\n"
-    assert f"Go on with: gcbench run --results {tmp_path}/runs --progress none {typed}" in both.err
+    assert (
+        f"Continue with: gcbench run --results {tmp_path}/runs --progress none {typed}" in both.err
+    )
     monkeypatch.setattr(suites, "ROWS", tmp_path / "nowhere")
     assert "whoever has its file of rows" in invoke(*words, mine, "--rows", first).err
 

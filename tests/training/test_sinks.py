@@ -136,7 +136,7 @@ def test_a_finished_run_tells_its_stored_records(run, tmp_path, lines):
     assert not (the_run(tmp_path).folder / "lines").exists()
     done = run("--sink", "lines", "--json")
     assert done.json == first
-    assert "its stored records went to lines" in done.err
+    assert "sent its stored records to lines" in done.err
     assert received(the_run(tmp_path)) == the_run(tmp_path).records()
 
 
