@@ -260,7 +260,7 @@ def test_what_is_broken_matters_only_when_asked_for(site, third_party, listed, t
     done = invoke("run", "--compressor", "broken", "--results", tmp_path)
     assert done.code == 1
     message = done.err.splitlines()[-1]
-    assert message.startswith("gcbench: 'broken' of the package somebodys-methods does not load")
+    assert message.startswith("gcbench: 'broken' of the package somebodys-methods cannot be loaded")
     assert "ModuleNotFoundError" in message
 
 

@@ -24,7 +24,8 @@ def test_ctrl_c_is_one_line(monkeypatch):
         (("verify", "none", "--progress", "none"), "gcbench: stopped by the user\n"),
         (
             ("bandwidth", "--compressor", "none", "--sizes", "4K"),
-            "\nmeasurements are saved; repeat the command to continue\ngcbench: stopped by the user\n",
+            "\nmeasurements are saved; repeat the command to continue\n"
+            "gcbench: stopped by the user\n",
         ),
     ],
 )
