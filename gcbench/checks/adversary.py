@@ -166,8 +166,8 @@ class Search:
             self.findings.append(Finding(calls.last, what, where))
             return
         start = 0
-        for part, got in zip(x.tensor_split(32), decoded.tensor_split(32), strict=True):
-            if not float(part @ got) > 0:
+        for part, actual in zip(x.tensor_split(32), decoded.tensor_split(32), strict=True):
+            if not float(part @ actual) > 0:
                 what = f"nothing arrives from element {start:,} to {start + len(part):,}"
                 self.findings.append(Finding("decode(encode(x))", what, where))
                 return
@@ -190,8 +190,8 @@ class Search:
         for one in trials:
             self.calls.encode(one.xs[0], one.segments, one.shared, one.case.key())
         for one in reversed(trials):
-            got = self.calls.decode(one.payloads[0], one.segments, one.shared)
-            if not torch.equal(got, one.decoded[0]):
+            actual = self.calls.decode(one.payloads[0], one.segments, one.shared)
+            if not torch.equal(actual, one.decoded[0]):
                 self.findings.append(
                     Finding("decode", "encodings of other segments change it", str(one.case))
                 )
@@ -231,10 +231,10 @@ class Search:
 
         def refused_or_finite(function: str, call: Callable[[], Tensor]) -> None:
             try:
-                got = call()
+                actual = call()
             except (PayloadError, UsageError):
                 return
-            oracle.finite(function, got, n)
+            oracle.finite(function, actual, n)
 
         refused_or_finite("decode", lambda: calls.decode(payloads[1], segments, shared))
         if requantizes(method) or "allgather" in method.legal_collectives():

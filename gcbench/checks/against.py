@@ -59,16 +59,16 @@ class Reference(NamedTuple):
         Raises:
             GcbenchError: the reference raises, or returns another shape.
         """
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "shared": shared.numpy(),
             "shapes": segments.shapes,
             **{name: getattr(key, name) for name in ("seed", "step", "rank", "offset")},
         }
         if "uniform" in self.wanted:
-            given["uniform"] = ops.random.uniform(key, len(x)).numpy()
+            arguments["uniform"] = ops.random.uniform(key, len(x)).numpy()
         pairs = zip(segments.offsets, segments.offsets[1:], strict=False)
         places = [slice(a, b) for a, b in pairs]
-        options = {name: given[name] for name in self.wanted}
+        options = {name: arguments[name] for name in self.wanted}
         return self._called(self.function, len(x), x.numpy().copy(), places, **options)
 
     def mean(self, decoded: Sequence[Tensor]) -> Tensor:
@@ -76,9 +76,11 @@ class Reference(NamedTuple):
         rows = np.stack([one.numpy() for one in decoded]).astype(np.float64)
         return self._called(self.average, len(decoded[0]), rows)
 
-    def _called(self, function: Callable[..., Any], n: int, *given: Any, **options: Any) -> Tensor:
+    def _called(
+        self, function: Callable[..., Any], n: int, *arguments: Any, **options: Any
+    ) -> Tensor:
         try:
-            result = np.asarray(function(*given, **options))
+            result = np.asarray(function(*arguments, **options))
         except Exception as error:
             raise GcbenchError(f"{self.path}: {function.__name__} raises {error!r}") from error
         if result.shape != (n,):
@@ -176,29 +178,29 @@ def _single_calls(method: Compressor, reference: Reference) -> tuple[int, dict[s
         payloads, wanted = [], []
         for rank, x in enumerate(trial.xs):
             payloads.append(calls.encode(x, segments, shared, case.key(rank)))
-            got = calls.decode(payloads[-1], segments, shared)
+            actual = calls.decode(payloads[-1], segments, shared)
             wanted.append(reference.decoded(x, segments, shared, case.key(rank)))
-            fault = _apart(got, wanted[-1], segments, reference.tolerance)
+            fault = _apart(actual, wanted[-1], segments, reference.tolerance)
             faults["decode(encode(x))"] = faults["decode(encode(x))"] or (
                 f"{fault} [{case}]" if fault else ""
             )
         if trial.has_mean(len(payloads)):
-            got = calls.mean(payloads, segments, shared)
-            fault = _apart(got, reference.mean(wanted), segments, max(reference.tolerance, 1e-6))
+            actual = calls.mean(payloads, segments, shared)
+            fault = _apart(actual, reference.mean(wanted), segments, max(reference.tolerance, 1e-6))
             faults["mean"] = faults["mean"] or (f"{fault} [{case}]" if fault else "")
     return done, faults
 
 
-def _apart(got: Tensor, want: Tensor, segments: Segments, tolerance: float) -> str:
+def _apart(actual: Tensor, want: Tensor, segments: Segments, tolerance: float) -> str:
     """Return the first element that is too far from the reference; "" if there is none."""
-    largest = ops.statistics.absmax(torch.maximum(got.abs(), want.abs()), segments)
+    largest = ops.statistics.absmax(torch.maximum(actual.abs(), want.abs()), segments)
     room = tolerance * inputs.per_segment(largest.double(), segments)
-    wrong = ~((got.double() - want.double()).abs() <= room)
+    wrong = ~((actual.double() - want.double()).abs() <= room)
     if not bool(wrong.any()):
         return ""
     i = int(wrong.nonzero()[0])
-    value, reference = float(got[i]), float(want[i])
-    return f"element {i:,} of {len(got):,} is {value:.8g}, by the reference {reference:.8g}"
+    value, reference = float(actual[i]), float(want[i])
+    return f"element {i:,} of {len(actual):,} is {value:.8g}, by the reference {reference:.8g}"
 
 
 def _training(method: Compressor, reference: Reference) -> str:
@@ -247,7 +249,7 @@ def _training(method: Compressor, reference: Reference) -> str:
             for rank, one in enumerate(offered)
         ]
         if feeds:
-            residuals = [one - got for one, got in zip(offered, sent, strict=True)]
+            residuals = [one - actual for one, actual in zip(offered, sent, strict=True)]
         theirs = theirs - rate * reference.mean(sent)
         off = float(
             (ours.double() - theirs.double()).abs().amax() / ours.abs().amax().clamp(min=1e-30)

@@ -169,7 +169,7 @@ def exact_mean(
 
 
 def count_inexact(
-    got: Tensor, expected: Tensor, portable: bool = True, *, one: bool = False
+    actual: Tensor, expected: Tensor, portable: bool = True, *, one: bool = False
 ) -> int:
     """Return how many elements differ; where `expected` is NaN any value is accepted.
 
@@ -178,9 +178,9 @@ def count_inexact(
     """
     promised = ~expected.isnan()
     if not portable:
-        close = (got - expected).abs() <= 1e-5 * expected[promised].abs().max()
+        close = (actual - expected).abs() <= 1e-5 * expected[promised].abs().max()
         return int((promised & ~close).sum())
-    equal = got == expected if one else torch.isclose(got, expected, rtol=1e-6, atol=0)
+    equal = actual == expected if one else torch.isclose(actual, expected, rtol=1e-6, atol=0)
     return int((promised & ~equal).sum())
 
 

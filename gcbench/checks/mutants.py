@@ -176,7 +176,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 tree = copy.deepcopy(plain)
                 same = list(ast.walk(list(_bodies(tree))[number]))[place]
                 list(_changes(same))[index][1](same)
-                yield _made(path, node, change, tree)
+                yield _mutant(path, node, change, tree)
             for name in ("body", "orelse", "finalbody"):
                 body = getattr(node, name, None)
                 for index, statement in enumerate(body if isinstance(body, list) else ()):
@@ -191,10 +191,10 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                     tree = copy.deepcopy(plain)
                     same = list(ast.walk(list(_bodies(tree))[number]))[place]
                     getattr(same, name)[index] = ast.Pass()
-                    yield _made(path, statement, "statement dropped", tree)
+                    yield _mutant(path, statement, "statement dropped", tree)
 
 
-def _made(path: Path, node: Any, change: str, tree: ast.Module) -> Mutant:
+def _mutant(path: Path, node: Any, change: str, tree: ast.Module) -> Mutant:
     text = " ".join(ast.unparse(node).split())
     return Mutant(
         path.name, node.lineno, f"`{text[:60]}`: {change}", ast.fix_missing_locations(tree)

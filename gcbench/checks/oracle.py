@@ -71,61 +71,63 @@ def raw(x: Tensor) -> bytes:
     return x.contiguous().numpy().tobytes()
 
 
-def same_bits(function: str, got: Tensor, want: Tensor, what: str) -> None:
+def same_bits(function: str, actual: Tensor, want: Tensor, what: str) -> None:
     """Require equal bits.
 
     Raises:
         FaultError: shape, dtype or a bit differs.
     """
-    if got.shape != want.shape or got.dtype != want.dtype:
+    if actual.shape != want.shape or actual.dtype != want.dtype:
         raise FaultError(
             function,
-            f"{got.dtype}, shape {tuple(got.shape)}, where {what} is {want.dtype}, shape "
+            f"{actual.dtype}, shape {tuple(actual.shape)}, where {what} is {want.dtype}, shape "
             f"{tuple(want.shape)}",
         )
-    if torch.equal(got, want) and not (got == 0).any():
+    if torch.equal(actual, want) and not (actual == 0).any():
         return
-    if raw(got) == raw(want):
+    if raw(actual) == raw(want):
         return
-    width = got.element_size()
-    as_bytes = [x.contiguous().view(torch.uint8).view(-1, width) for x in (got, want)]
+    width = actual.element_size()
+    as_bytes = [x.contiguous().view(torch.uint8).view(-1, width) for x in (actual, want)]
     first = int((as_bytes[0] != as_bytes[1]).any(1).nonzero()[0])
-    raise FaultError(function, _at(first, got, want, what))
+    raise FaultError(function, _at(first, actual, want, what))
 
 
-def near(function: str, got: Tensor, want: Tensor, allowed: Tensor, what: str) -> None:
+def near(function: str, actual: Tensor, want: Tensor, allowed: Tensor, what: str) -> None:
     """Require |got - want| <= allowed for each element; NaN in `want` promises nothing.
 
     Raises:
         FaultError: shape or dtype differ, or an element is too far away.
     """
-    if got.shape != want.shape or got.dtype != torch.float32:
-        raise FaultError(function, f"{got.dtype}, shape {tuple(got.shape)}")
-    wrong = ~((got.double() - want.double()).abs() <= allowed) & ~want.isnan()
+    if actual.shape != want.shape or actual.dtype != torch.float32:
+        raise FaultError(function, f"{actual.dtype}, shape {tuple(actual.shape)}")
+    wrong = ~((actual.double() - want.double()).abs() <= allowed) & ~want.isnan()
     if bool(wrong.any()):
-        raise FaultError(function, _at(int(wrong.nonzero()[0]), got, want, what))
+        raise FaultError(function, _at(int(wrong.nonzero()[0]), actual, want, what))
 
 
-def _at(i: int, got: Tensor, want: Tensor, what: str) -> str:
+def _at(i: int, actual: Tensor, want: Tensor, what: str) -> str:
     def shown(value: float) -> str:
         return f"{value:.6g}"
 
     return (
-        f"element {i:,} of {len(got):,} is {shown(got[i].item())}; {what} is "
+        f"element {i:,} of {len(actual):,} is {shown(actual[i].item())}; {what} is "
         f"{shown(want[i].item())}"
     )
 
 
-def finite(function: str, got: Tensor, n: int) -> None:
+def finite(function: str, actual: Tensor, n: int) -> None:
     """Require float32, shape (n,), finite.
 
     Raises:
         FaultError: it is something else.
     """
-    if not isinstance(got, Tensor) or got.dtype != torch.float32 or got.shape != (n,):
-        got_text = f"{got.dtype}, {tuple(got.shape)}" if isinstance(got, Tensor) else type(got)
-        raise FaultError(function, f"returned {got_text}; float32, shape ({n},), is expected")
-    if not math.isfinite(float(got.sum(dtype=torch.float64))):
+    if not isinstance(actual, Tensor) or actual.dtype != torch.float32 or actual.shape != (n,):
+        received = (
+            f"{actual.dtype}, {tuple(actual.shape)}" if isinstance(actual, Tensor) else type(actual)
+        )
+        raise FaultError(function, f"returned {received}; float32, shape ({n},), is expected")
+    if not math.isfinite(float(actual.sum(dtype=torch.float64))):
         raise FaultError(function, "returned values that are not finite")
 
 

@@ -69,8 +69,8 @@ def chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Comp
     """Return (options as text, method) of one configuration, or of each declared variant."""
     if not options:
         return list(configurations(name))
-    given = " ".join(f"{key}={value}" for key, value in options.items())
-    return [(given, registry.compressor(name, **options))]
+    label = " ".join(f"{key}={value}" for key, value in options.items())
+    return [(label, registry.compressor(name, **options))]
 
 
 def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool:

@@ -178,7 +178,7 @@ def _sample() -> Tensor:
 def _bands() -> tuple[Tensor, Tensor]:
     """Return 256 values of magnitude 1 down to 2^-12, and the band of magnitude of each, 0 to 4.
 
-    Each band has so many values that a code which rounds them to 0 or 1 at random draws at least
+    Each band has enough values that a code that rounds them to 0 or 1 at random draws at least
     30 ones among them.
     """
     band = torch.repeat_interleave(torch.arange(5), torch.tensor([36, 20, 40, 60, 100]))

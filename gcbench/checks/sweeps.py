@@ -100,10 +100,10 @@ class Witness:
                 again = calls.encode(mean, segments, shared, key._replace(stream=1))
                 same_bits("merge", merged.to_bytes(), again.to_bytes(), "encode of the mean")
             else:
-                got = calls.decode(merged, segments, shared).clone()
+                actual = calls.decode(merged, segments, shared).clone()
                 want = calls.decode(payload, segments, shared)
                 room = oracle.mean_rounding(calls, [want] * 3, segments)
-                oracle.near("merge", got, want, room, "the payload that all three sent")
+                oracle.near("merge", actual, want, room, "the payload that all three sent")
 
             if self.first is not None:
                 self.merged = raw(merged.to_bytes())

@@ -164,8 +164,8 @@ class Trial:
                 key = key._replace(step=(key.step + turn * 1009) % 2**32)
                 shared = self.calls.shared([x], self.segments, key)
                 sent = self.calls.encode(x, self.segments, shared, key)
-                got = self.calls.decode(sent, self.segments, shared)
-                errors.append(oracle.error_energy(x, got))
+                actual = self.calls.decode(sent, self.segments, shared)
+                errors.append(oracle.error_energy(x, actual))
         oracle.contraction(self.calls, x, self.segments, errors, random=self.profile.random)
 
     def exact(self, x: Tensor, decoded: Tensor) -> None:
@@ -216,11 +216,11 @@ class Trial:
         legal = self.method.legal_collectives()
         return "allgather" in legal or requantizes(self.method) or workers % 2 == 1
 
-    def _is_mean(self, function: str, got: Tensor, want: Tensor, room: Tensor) -> None:
-        oracle.near(function, got, want, room, "the average of the decoded payloads")
+    def _is_mean(self, function: str, actual: Tensor, want: Tensor, room: Tensor) -> None:
+        oracle.near(function, actual, want, room, "the average of the decoded payloads")
         if self.method.claims.aggregate == "vote":
             tied = want.isnan()
-            if bool((got[tied].abs() != 1).any()):
+            if bool((actual[tied].abs() != 1).any()):
                 raise FaultError(function, "a tied vote is neither +1 nor -1")
 
     def _counted(self, payloads: Sequence[Payload], defined: bool) -> None:
@@ -274,14 +274,14 @@ class Trial:
             again = calls.encode(mean, segments, shared, key)
             same_bits("merge", sent, again.to_bytes(), "encode of the mean")
             return
-        got = calls.decode(merged, segments, shared).clone()
-        oracle.finite("merge", got, self.n)
+        actual = calls.decode(merged, segments, shared).clone()
+        oracle.finite("merge", actual, self.n)
         if want is not None:
-            self._is_mean("merge", got, want, room)
+            self._is_mean("merge", actual, want, room)
         elif mean is not None:
-            oracle.near("merge", got, mean, room, "the mean")
+            oracle.near("merge", actual, mean, room, "the mean")
         buffered = calls.decode(merged, segments, shared, out=self.out())
-        same_bits("decode", buffered, got, "without `out` it (merged payload)")
+        same_bits("decode", buffered, actual, "without `out` it (merged payload)")
 
     def _summed(
         self, payloads: Sequence[Payload], mean: Tensor | None, want: Tensor | None, room: Tensor
@@ -295,14 +295,14 @@ class Trial:
                 total += part
             totals.append(total)
         total = Payload(tuple(totals), len(payloads))
-        got = calls.decode_sum(total, segments, shared).clone()
-        oracle.finite("decode_sum", got, self.n)
+        actual = calls.decode_sum(total, segments, shared).clone()
+        oracle.finite("decode_sum", actual, self.n)
         if want is not None:
-            self._is_mean("decode_sum", got, want, room)
+            self._is_mean("decode_sum", actual, want, room)
         elif mean is not None:
-            oracle.near("decode_sum", got, mean, room, "the mean")
+            oracle.near("decode_sum", actual, mean, room, "the mean")
         other = calls.decode_sum(total, segments, shared, out=self.out())
-        same_bits("decode_sum", other, got, "without `out` it")
+        same_bits("decode_sum", other, actual, "without `out` it")
 
     def feedback(self) -> None:
         """`encode_feedback` is encode(x + r), and leaves what was not sent in r."""
@@ -354,8 +354,8 @@ class Trial:
                 if layout is not None and piece.layout != layout:
                     raise FaultError("cut", f"layout {piece.layout}; declared is {layout}")
                 part = shared[which.start : which.stop] if shared.numel() else shared
-                got = calls.decode(piece, inside, part, out=self.out(stop - start))
-                same_bits("cut", got, decoded[start:stop], f"the payload in [{start}, {stop})")
+                actual = calls.decode(piece, inside, part, out=self.out(stop - start))
+                same_bits("cut", actual, decoded[start:stop], f"the payload in [{start}, {stop})")
 
     # ---- a part of the bucket --------------------------------------------------------------------
 
@@ -381,25 +381,25 @@ class Trial:
         key = self.case.key()._replace(offset=self.case.offset + start)
         xs = [x[start:stop].clone() for x in self.xs]
         shared = calls.shared(xs, segments, key)
-        got = calls.decode(calls.encode(xs[0], segments, shared, key), segments, shared)
+        actual = calls.decode(calls.encode(xs[0], segments, shared, key), segments, shared)
         want = self.decoded[0][start:stop]
         what = f"in the bucket of {len(self.segments):,} segments, from {start:,} on, it"
         if self.method.claims.portable:
             try:
-                same_bits("decode(encode(x))", got, want, what)
+                same_bits("decode(encode(x))", actual, want, what)
             except FaultError as fault:
                 raise FaultError(
                     fault.function, f"{fault.what}; blocks must start again at each segment"
                 ) from None
         else:
-            self._as_far(xs[0], got, want, what)
+            self._as_far(xs[0], actual, want, what)
         if self.method.claims.contractive and len(shapes) > 1:
-            errors = [oracle.error_energy(xs[0], got)]
+            errors = [oracle.error_energy(xs[0], actual)]
             oracle.contraction(calls, xs[0], segments, errors, random=self.profile.random)
 
-    def _as_far(self, x: Tensor, got: Tensor, want: Tensor, what: str) -> None:
+    def _as_far(self, x: Tensor, actual: Tensor, want: Tensor, what: str) -> None:
         """Compare distances from x: where a library rounds, it may select other coefficients."""
-        off = oracle.error_energy(x, got) - oracle.error_energy(x, want)
+        off = oracle.error_energy(x, actual) - oracle.error_energy(x, want)
         if not abs(off) <= 1e-4 * oracle.energy(x) + 1e-60:
             raise FaultError(
                 "decode(encode(x))",

@@ -58,8 +58,8 @@ def verify(
     configurations = properties.chosen(name, options)
     there: list[dict[str, str]] = []
     if processes:
-        given = [options] if options else registry.compressor(name).variants
-        there = in_processes([(name, dict(each)) for each in given])
+        variants = [options] if options else registry.compressor(name).variants
+        there = in_processes([(name, dict(each)) for each in variants])
     for number, (text, method) in enumerate(configurations):
         start = time.perf_counter()
         rows = listed(method)

@@ -58,7 +58,7 @@ def sha256(path) -> str:
 def test_an_edited_file_is_imported_again_where_it_is_named(times, word):
     """By its path and by its name. What was made of it before keeps its code."""
     first = gcbench.get_compressor(str(times))
-    told = chosen.summary({0: first}, "allgather", NoMemory())
+    summary = chosen.summary({0: first}, "allgather", NoMemory())
     assert factor(first) == 1
     assert type(gcbench.get_compressor(str(times))) is type(first)
     edit(times, 2)
@@ -66,8 +66,8 @@ def test_an_edited_file_is_imported_again_where_it_is_named(times, word):
     assert factor(second) == 2
     assert factor(first) == 1
     after = chosen.summary({0: second}, "allgather", NoMemory())
-    assert told.pop("code of compressor") != after.pop("code of compressor")
-    assert told == after
+    assert summary.pop("code of compressor") != after.pop("code of compressor")
+    assert summary == after
 
 
 def test_digests_are_those_of_the_code_that_runs(times):

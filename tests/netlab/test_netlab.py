@@ -40,14 +40,14 @@ def job(*arguments: object, rate: float | None = 1e8, nodes: int = 2) -> dict[st
 
 def processes(marker: str) -> list[int]:
     """Return the PIDs of processes with this text in their command line."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if marker.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
+                pids.append(int(path.parent.name))
         except OSError:
             continue
-    return [pid for pid in found if pid != os.getpid()]
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 CLEARED = (
     "compressors",
     "cuda",
+    "gcbench/checks",
     "gcbench/core",
+    "gcbench/netlab",
     "gcbench/ops",
     "gcbench/training/ddp_trainer.py",
     "gcbench/training/dropout.py",
@@ -38,6 +40,7 @@ CLEARED = (
     "tests/compressors",
     "tests/core",
     "tests/kernel_cases",
+    "tests/netlab",
     "tests/ops",
     "tests/tasks",
 )
