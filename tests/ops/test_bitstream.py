@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, inputs, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
@@ -140,7 +140,7 @@ def test_bit_order_by_hand():
 
 
 @quick
-@inputs(
+@given(
     st.lists(st.integers(0, 63).flatmap(lambda n: st.tuples(st.integers(0, 2**n - 1), st.just(n))))
 )
 def test_write_codes_is_a_concatenation(pairs):
@@ -154,7 +154,7 @@ numbers = st.integers(0, 31).flatmap(lambda n: st.integers(max(1, 2**n - 2), 2**
 
 
 @quick
-@inputs(st.lists(numbers.filter(lambda k: k <= 2**31), max_size=80))
+@given(st.lists(numbers.filter(lambda k: k <= 2**31), max_size=80))
 def test_omega_round_trip(values):
     """Values around all powers of two up to 2^31: the words are the strings', and come back."""
     words = ops.bitstream.write_codes(
@@ -354,7 +354,7 @@ def test_long_streams_tell_what_is_wrong_alike(form, levels, share, backend):
             wanted = output(*stream)
         result = output(*stream)
         # The definition looks for the end of the stream before it looks at the numbers.
-        assert result == wanted or ("early" in wanted and "number up to" in result)
+        assert result == wanted or ("lacks" in wanted and "number up to" in result)
 
 
 @pytest.mark.parametrize("value", [2**31 + 1, 2**32 - 1, 2**32, 2**33 + 5, 2**63, 2**2000])
@@ -387,7 +387,7 @@ word = st.one_of(st.integers(0, 2**32 - 1), st.sampled_from([0, 2**32 - 1, 1, 2*
 
 
 @quick
-@inputs(
+@given(
     st.sampled_from(["dense", "sparse"]),
     st.lists(word, max_size=6),
     st.integers(0, 60),
@@ -407,7 +407,7 @@ def test_any_words_are_refused_or_are_a_writers(form, words, n, levels):
 
 
 @quick
-@inputs(st.data())
+@given(st.data())
 def test_damaged_streams(data):
     """Flipped bits, cut and added words: refused, or the stream of other codes."""
     form = data.draw(st.sampled_from(["dense", "sparse"]))

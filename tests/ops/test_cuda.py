@@ -330,8 +330,8 @@ def test_what_the_driver_is_asked(tmp_path):
         f"launch 0x127 grid 3 2 1 block 256 1 1 shared 5 stream 0x77: {arguments}",
         f"launch 0x127 grid 1 1 1 block 256 1 1 shared 77 stream 0x77: {arguments}",
         "random.cu: draws24 cannot be launched on cuda:0: CUDA_ERROR_INVALID_VALUE",
-        "random.cu has no kernel 'other': there are draws24, random_words",
-        "draws24: argument 0 is on cpu: cuda:0",
+        "random.cu has no kernel 'other': expected one of draws24, random_words",
+        "draws24: argument 0 is on cpu: expected cuda:0",
     ]
 
 
@@ -366,7 +366,10 @@ def test_the_status_raises_nothing(monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", broken)
-    assert cuda.status() == (False, "CUDA fails here: RuntimeError: the driver is too old")
+    assert cuda.status() == (
+        False,
+        "CUDA fails on this machine: RuntimeError: the driver is too old",
+    )
 
 
 def test_cuda_core_is_not_imported_for_a_status():

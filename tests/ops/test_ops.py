@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import options, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gcbench import ops
@@ -132,7 +132,7 @@ def test_the_extreme_draws_of_a_ternary_code(backend, draw, offset, hit, missed)
             assert ops.ternary.mean([(words, 1)], scale, one).tolist() == [code]
 
 
-@options(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 2**31))
+@given(st.integers(1, 16), st.integers(0, 3000), st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
 def test_pack_round_trip(bits, n, seed):
     codes = torch.randint(0, 1 << bits, (n,), generator=torch.Generator().manual_seed(seed))

@@ -361,7 +361,7 @@ def test_clusters_say_what_is_wrong(tmp_path) -> None:
         (whole.replace("a100", "a10"), "unknown device 'a10'"),
         ("gpus_per_node: 2\n", "Field required"),
         ("- 1\n", "expected a mapping"),
-        ("{", "is no YAML"),
+        ("{", "is not valid YAML"),
     ]:
         path.write_text(text)
         with pytest.raises(UsageError, match=said):

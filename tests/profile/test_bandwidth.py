@@ -659,6 +659,7 @@ def test_wrong_results_are_found_and_fail_the_command(site, third_party, tmp_pat
     command = (*words, *names, "--results", tmp_path / "r")
     done = invoke(*command, "--json")
     assert done.code == 1
+    assert done.out, done.err
     document = json.loads(done.out)
     assert document["failed"]
     rows = {(row["method"], row["size"]): row for row in table(document, "transfers")}

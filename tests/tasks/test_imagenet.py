@@ -600,7 +600,7 @@ def test_a_run_on_photographs(run, network: str) -> None:
         round(5 * evaluation["validation_top5"])
     )
     with pytest.raises(
-        GcbenchError, match=r"parameters, the task's own has [0-9,]+: it was fitted"
+        GcbenchError, match=r"parameters, the task's has [0-9,]+: the model depends"
     ):
         validation.read(created)
 
