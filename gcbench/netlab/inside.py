@@ -28,7 +28,7 @@ CHECK_PORT = 29400
 CHECK_SECONDS = 1.0
 PINGS = 20
 LEAST_BURST = 32 * 1024
-"""Bytes that may leave a shaped link at once: two full TCP segments with offloading do not fit."""
+"""Smallest burst in bytes that a shaped link may send at once."""
 BURST_SECONDS = 0.0005
 QUEUE = "200ms"
 """How long a packet may wait in the queue of a shaped link before it is dropped."""

@@ -39,7 +39,7 @@ WORDS: dict[str, str] = {
     "shard has replicas on the other nodes. Gradients are exchanged inside a node, then between "
     "the replicas: the two-level exchange.",
     "interval": "The 95 % confidence interval of a mean over seeds, by Student's t; it assumes "
-    "normal differences. An interval around zero means: not told apart by these runs.",
+    "normal differences. An interval around zero means: these runs cannot distinguish them.",
     "link": "The network between two machines: its bandwidth in Gbit/s and its latency in µs.",
     "local steps": "Optimizer steps that each worker takes by itself before the difference of its "
     "parameters is exchanged (`--local-steps`); 1 is the usual exchange of gradients.",

@@ -188,7 +188,7 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
         made.append(
             "rank: the places within the tier that a method may have, by paired intervals over at "
             "least 5 seeds, at 95 % for all pairs together, rows that are not shown among them; "
-            "those of two methods that are not told apart overlap; - too few seeds."
+            "those of two indistinguishable methods overlap; - too few seeds."
         )
     if any(row.rate in ("edge", "untuned", "open") for row in rows):
         made.append(
@@ -295,7 +295,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
 def _withheld(rows: Sequence[Row]) -> str:
     """Return why no times are shown: they are of several machines or versions; "" if they are not.
 
-    Versions are told apart by their commit, or by the release where the commit is not known.
+    Versions are distinguished by their commit, or by the release where the commit is not known.
     """
     for field, what in (("machine", "machines"), ("commit", "commits")):
         known = (run.summary.provenance for row in rows if not row.disowned for run in row.runs)

@@ -98,7 +98,7 @@ def pairwise(values: DataFrame, sign: int, examples: float = math.nan) -> DataFr
     """Return for each pair of rows of a tier which one is better.
 
     The result has the rows as lines and as columns: 1 where the line's row is better than the
-    column's, -1 where it is worse, 0 where the two are not told apart, NaN where fewer than
+    column's, -1 where it is worse, 0 where the two are indistinguishable, NaN where fewer than
     `LEAST_SEEDS` seeds are common. Rows with fewer seeds are left out.
 
     `values`: the metric, a column a row, a line a seed, NaN where a row does not have it. `sign`: 1
