@@ -206,6 +206,6 @@ def _say_shared(made: Runner, suite: Suite, other: str, given: Mapping[str, Any]
         )
     elif not path.exists():
         say(
-            f"suite {suite.name} shares runs with suite {other}. To reuse its rows, add --rows with "
-            f"its file ({path} in gcbench's folder) as the last --rows"
+            f"suite {suite.name} shares runs with suite {other}. To reuse its rows, add its file "
+            f"({path} in gcbench's folder) as the last --rows"
         )

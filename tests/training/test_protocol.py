@@ -449,7 +449,7 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
         f"Continue with: gcbench run --results {tmp_path}/runs --progress none {typed}" in both.err
     )
     monkeypatch.setattr(suites, "ROWS", tmp_path / "nowhere")
-    assert "whoever has its file of rows" in invoke(*words, mine, "--rows", first).err
+    assert "To reuse its rows" in invoke(*words, mine, "--rows", first).err
 
 
 def test_suites_say_which_others_share_their_runs():
