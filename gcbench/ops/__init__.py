@@ -10,6 +10,7 @@ from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
     dct,
+    eden,
     fp8,
     hadamard,
     half,
@@ -37,6 +38,7 @@ __all__ = [
     "bitstream",
     "choose",
     "dct",
+    "eden",
     "faults_together",
     "fp8",
     "hadamard",
