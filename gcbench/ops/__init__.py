@@ -9,6 +9,7 @@ from __future__ import annotations
 from gcbench.core.faults import together as faults_together
 from gcbench.ops import (
     bitstream,
+    blockfloat,
     dct,
     eden,
     fp8,
@@ -36,6 +37,7 @@ __all__ = [
     "Backend",
     "backends",
     "bitstream",
+    "blockfloat",
     "choose",
     "dct",
     "eden",
