@@ -227,8 +227,8 @@ def block_count(segments: Segments) -> int:
 
 def per_block(values: Tensor, segments: Segments) -> Tensor:
     """Repeat each segment's value, shape (m,), for its blocks of 16."""
-    counts = torch.tensor([-(-length // BLOCK["nv"]) for length in segments.lengths])
-    return values.repeat_interleave(counts.to(values.device))
+    counts = [-(-length // BLOCK["nv"]) for length in segments.lengths]
+    return values.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device=values.device))
 
 
 @operation()

@@ -44,7 +44,7 @@ def test_the_error(name, normal, laplace):
 
 
 def test_beside_int8():
-    """On normal values int8, in blocks of 256, has 17 times less error than mxfp8, in fewer bits."""
+    """On normal values int8 in blocks of 256 has 17 times less error, in fewer bits."""
     errors = []
     for name in ("mxfp8", "int8"):
         method = gcbench.get_compressor(name)
