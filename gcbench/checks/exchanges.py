@@ -62,7 +62,7 @@ WARM_UP = 3
 RULE_SHAPES = ((40, 33), (7,), (1030,))
 
 
-def _rule_steps(
+def rule_steps(
     method: Compressor, code: Compressor, steps: Sequence[Sequence[Tensor]], *, resume: bool = False
 ) -> Iterator[Tensor]:
     """Yield the updates that a method's memory and update rule compute from these gradients.
@@ -287,7 +287,7 @@ def buffers(method: Compressor) -> Measurement:
             done += 1
             if not same(mean, other):
                 wrong.append(f"{collective}, step {step}")
-        for a, b in zip(_carried_tensors(left), _carried_tensors(right), strict=True):
+        for a, b in zip(carried_tensors(left), carried_tensors(right), strict=True):
             if not same(a, b):
                 wrong.append(f"{collective}: memory differs")
     return Measurement("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
@@ -304,8 +304,8 @@ def resumed(method: Compressor) -> Measurement:
     steps = [
         [inputs.normal(n, 10 * step + rank) for rank in range(2)] for step in range(WARM_UP + 3)
     ]
-    whole = _rule_steps(method, method, steps)
-    parted = _rule_steps(method, method, steps, resume=True)
+    whole = rule_steps(method, method, steps)
+    parted = rule_steps(method, method, steps, resume=True)
     wrong = sum(not same(a, b) for a, b in zip(whole, parted, strict=True))
     return Measurement(f"{wrong} steps differ", "0", wrong == 0)
 
@@ -323,13 +323,13 @@ def updates(method: Compressor) -> Measurement:
     declared = method.claims.uncompressed(gradients, WARM_UP)
     if declared is None:
         raise NotDeclaredError("no uncompressed optimizer is declared")
-    applied = _rule_steps(method, registry.compressor("none"), [[g] for g in gradients])
+    applied = rule_steps(method, registry.compressor("none"), [[g] for g in gradients])
     wrong = [t for t, (a, b) in enumerate(zip(applied, declared, strict=True)) if not same(a, b)]
     right = f"{len(gradients)} steps equal"
     return Measurement(f"steps {wrong} differ" if wrong else right, "the same bits", not wrong)
 
 
-def _carried_tensors(running: Exchange) -> Iterator[Tensor]:
+def carried_tensors(running: Exchange) -> Iterator[Tensor]:
     """Yield all tensors that an exchange carries to the next step."""
     for states in (*running.workers, running.joint):
         for state in states:
