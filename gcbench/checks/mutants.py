@@ -54,8 +54,8 @@ from gcbench.checks import (
 from gcbench.checks.adversary import Search
 from gcbench.checks.calls import Calls, encode
 from gcbench.checks.cases import Effort, effort_for
-from gcbench.core import memory
-from gcbench.core.compressor import Compressor, Payload, Segments, cuttable, requantizes
+from gcbench.core import codec, memory
+from gcbench.core.compressor import Compressor, Context, Payload, Segments, cuttable, requantizes
 from gcbench.core.errors import PayloadError
 
 SMOKE = Effort(every=40, long=0, many=0, million=0, steps=3, thin=100)
@@ -314,10 +314,10 @@ def broad_search(methods: list[Compressor]) -> tuple[str, str]:
         digest.update(search.calls.digest.digest())
         segments = Segments.of([(40, 33), (1,), (70,)], method.granularity)
         try:
-            payload, shared = encode(method, inputs.normal(1391), segments)
+            payload, ctx = encode(method, inputs.normal(1391), segments)
             for seed in range(3):
                 for _, broken, _ in payloads.corruptions(payload, seed):
-                    digest.update(_decoded(method, broken, segments, shared))
+                    digest.update(_decoded(method, broken, ctx))
         except Exception as error:
             digest.update(repr(error).encode())
         digest.update(repr(processes.digests(method)).encode())
@@ -344,9 +344,9 @@ def _with_warm_up(method: Compressor) -> bytes:
         return repr(error).encode()
 
 
-def _decoded(method: Compressor, payload: Payload, segments: Segments, shared: Tensor) -> bytes:
+def _decoded(method: Compressor, payload: Payload, ctx: Context) -> bytes:
     try:
-        return Calls(method).decode(payload, segments, shared).numpy().tobytes()
+        return oracle.raw(codec.decode(method, payload, ctx))
     except PayloadError:
         return b"refused"
     except Exception as error:

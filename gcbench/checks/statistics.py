@@ -146,13 +146,11 @@ def _correlation(method: Compressor) -> tuple[float, float]:
     """
     n = 1 << 16
     segments, x = calls.segments_of(method, [(n,)]), inputs.normal(n)
-    payload, shared = calls.encode(method, x, segments, FIRST_KEY)
-    v = method.claims.variance(x, Context(segments, shared)) if method.claims.unbiased else None
+    payload, ctx = calls.encode(method, x, segments, FIRST_KEY)
+    v = method.claims.variance(x, ctx) if method.claims.unbiased else None
     if v is None or not bool((v > 0).any()):
         return 0.0, 1.0
-    away = codec.decode(method, payload, Context(segments, shared)) - method.claims.target(
-        x, Context(segments, shared)
-    )
+    away = codec.decode(method, payload, ctx) - method.claims.target(x, ctx)
     e = torch.where(v > 0, away.double() / v.clamp(min=1e-300).sqrt(), 0.0).clamp(-4, 4) * x.sign()
     e -= e.mean()
     lags = torch.fft.irfft(torch.fft.rfft(e, 2 * n).abs().square())[: n // 2]
@@ -186,21 +184,21 @@ def _bands() -> tuple[Tensor, Tensor]:
     return size * inputs.EXACT["signs"](Segments((0, 256)), 6), band
 
 
-def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
+def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Context]:
     """Return DRAWS decodings of one sample and their targets, both float64, shape (DRAWS, n).
 
-    Also returns the bucket, its segments and `shared`. The copies are tensors of one bucket, so one
-    call draws them all.
+    Also returns the bucket and its context. The copies are tensors of one bucket, so one call draws
+    them all.
     """
     if not method.claims.unbiased:
         raise NotDeclaredError("biased")
     n = len(sample)
     x = sample.repeat(DRAWS)
     segments = calls.segments_of(method, [(n,)] * DRAWS)
-    payload, shared = calls.encode(method, x, segments)
-    decoded = codec.decode(method, payload, Context(segments, shared)).double().view(DRAWS, n)
-    target = method.claims.target(x, Context(segments, shared)).double().view(DRAWS, n)
-    return decoded, target, x, segments, shared
+    payload, ctx = calls.encode(method, x, segments)
+    decoded = codec.decode(method, payload, ctx).double().view(DRAWS, n)
+    target = method.claims.target(x, ctx).double().view(DRAWS, n)
+    return decoded, target, x, ctx
 
 
 def unbiased(method: Compressor) -> Measurement:
@@ -247,8 +245,8 @@ def variance(method: Compressor) -> Measurement:
 
     The same holds per coordinate, within chance; see `_deviations`.
     """
-    decoded, target, x, segments, shared = _drawn(method, _sample())
-    declared = method.claims.variance(x, Context(segments, shared))
+    decoded, target, x, ctx = _drawn(method, _sample())
+    declared = method.claims.variance(x, ctx)
     if declared is None:
         raise NotDeclaredError("no exact variance")
     squares = (decoded - target).square()
@@ -256,7 +254,7 @@ def variance(method: Compressor) -> Measurement:
     exact = float(declared.view(DRAWS, 64).sum(1).mean())
     z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
     each = _deviations(squares - declared.double().view(DRAWS, 64), 1e-9)
-    bound = method.claims.variance_bound(x, Context(segments, shared))
+    bound = method.claims.variance_bound(x, ctx)
     total = float(declared.sum())
     within = bound is None or total <= bound * (1 + 1e-6)
     note = "" if bound is None else f"{total:.4g}, the source's bound {bound:.4g}"
@@ -363,23 +361,21 @@ def fair_ties(method: Compressor) -> Measurement:
         raise NotDeclaredError("the aggregate is not a vote")
     segments = calls.segments_of(method, [(COIN_DRAWS,)])
     x = inputs.normal(COIN_DRAWS, 40)
-    shared = calls.agree(method, [x, -x], segments)
+    ctx = Context(segments, calls.agree(method, [x, -x], segments), calls.KEY, workers=2)
     payloads = [
-        codec.encode(method, one, Context(segments, shared, calls.KEY._replace(rank=rank)))
+        codec.encode(method, one, ctx._replace(key=calls.KEY._replace(rank=rank)))
         for rank, one in enumerate((x, -x))
     ]
-    decoded = [
-        codec.decode(method, payload, Context(segments, shared)).clone() for payload in payloads
-    ]
-    defined = method.claims.aggregated(decoded, Context(segments))
+    decoded = [codec.decode(method, payload, ctx).clone() for payload in payloads]
+    defined = method.claims.aggregated(decoded, ctx)
     if defined is None or not bool(defined.isnan().any()):
         raise NotDeclaredError("ties are not decided by a coin")
     tied = defined.isnan()
     coins = [
         codec.decode(
             method,
-            codec.merge(method, payloads, Context(segments, shared, Key(7, step, 0, 0, 1))),
-            Context(segments, shared),
+            codec.merge(method, payloads, ctx._replace(key=Key(7, step, 0, 0, 1))),
+            ctx._replace(key=Key(7, step, 0)),
         )[tied]
         for step in (3, 4)
     ]

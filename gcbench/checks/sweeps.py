@@ -58,7 +58,7 @@ class Witness:
             self.x = inputs.EXACT["signs"](self.segments, seed)
         else:
             self.x = inputs.values(self.segments.numel, seed)
-        calls.scale = 0, 0
+        calls.scale, calls.workers, calls.lr = (0, 0), 3, 1.0
         self.first: bytes | None = None
         self.merged: bytes | None = None
         """What a deterministic method sends, and what it merges; the same at every key."""

@@ -554,6 +554,65 @@ class InfiniteSum(NONE):
         return payload.parts[0] / payload.count
 
 
+# ---- the context of an exchange ------------------------------------------------------------------
+
+
+class DecodedSteps(TERN):
+    """Every 250th step decodes to zeros, by the step of the decoder's key."""
+
+    def decode(self, payload, ctx):
+        got = super().decode(payload, ctx)
+        return got.zero_() if ctx.step % 250 == 249 else got
+
+
+class MeanOffset(QSGD):
+    """The mean of a bucket behind offset 2^31 is negated."""
+
+    def mean(self, payloads, ctx):
+        got = super().mean(payloads, ctx)
+        return got.neg_() if ctx.key.offset >= 2**31 else got
+
+
+class ReceiverRank(TOPK):
+    """Decodes with the rank in the key, which is the receiver's."""
+
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx).mul_(1 + ctx.rank % 2)
+
+    encode_feedback = Compressor.encode_feedback
+
+
+class SlowRate(INT8):
+    """Encodes zeros where the learning rate is below 1e-4."""
+
+    def encode(self, x, ctx):
+        return super().encode(x * (ctx.lr >= 1e-4), ctx)
+
+
+class RatedSum(NONE):
+    """The sum is multiplied by the learning rate where that is above 10."""
+
+    def decode_sum(self, payload, ctx):
+        return super().decode_sum(payload, ctx).mul_(ctx.lr if ctx.lr > 10 else 1.0)
+
+
+class WorldEncode(ONEBIT):
+    """With more than eight workers each encodes half of its gradient."""
+
+    def encode(self, x, ctx):
+        return super().encode(x * (0.5 if ctx.workers > 8 else 1.0), ctx)
+
+    encode_feedback = Compressor.encode_feedback
+
+
+class WorldDecode(TOPK):
+    """A payload of one worker among more than four is divided by their number."""
+
+    def decode(self, payload, ctx):
+        got = super().decode(payload, ctx)
+        return got.div_(ctx.workers) if ctx.workers > 4 else got
+
+
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum),
     "long tensors": (LongFeedback, LongOut),
@@ -577,6 +636,9 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         LastSegments,
         PlanByEnds,
         EveryCall,
+    ),
+    "the context of an exchange": (
+        *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
     ),
     "positions": (LostPlace,),
     "views and guards": (ReadsStorage, WritesBeyond),

@@ -43,8 +43,6 @@ from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import (
     Compressor,
-    Context,
-    Key,
     Payload,
     Prepared,
     Segments,
@@ -986,10 +984,10 @@ def test_every_method_has_a_definition_that_ends(name):
     method = exchanges.with_default_mean(registry.compressor(name))
     segments = Segments.of([(64, 16)], method.granularity)
     x = inputs.normal(segments.numel)
-    payload, shared = calls.encode(method, x, segments, Key(0, 0, 0))
+    payload, ctx = calls.encode(method, x, segments)
     if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
-        mean = codec.mean(method, [payload, payload], Context(segments, shared))
-        torch.testing.assert_close(mean, codec.decode(method, payload, Context(segments, shared)))
+        mean = codec.mean(method, [payload, payload], ctx)
+        torch.testing.assert_close(mean, codec.decode(method, payload, ctx))
 
 
 SILENT = """
