@@ -7,9 +7,10 @@ import itertools
 import broken
 import pytest
 import torch
+import unusual
 from wrong_methods import Levels, TwoShotLevels
 
-from gcbench.checks import cases, inputs
+from gcbench.checks import cases, inputs, verify
 from gcbench.checks.adversary import Search
 from gcbench.checks.cases import Case
 from gcbench.checks.covering import pairwise
@@ -52,6 +53,7 @@ EFFORTS = {
     [
         Levels(),
         TwoShotLevels(),
+        *(made() for made in unusual.METHODS),
         *map(registry.compressor, ("qsgd", "terngrad", "topk", "powersgd")),
     ],
     ids=lambda method: type(method).__name__,
@@ -60,6 +62,12 @@ def test_a_right_method_is_not_refused(method):
     search = Search(method, cases.Effort(every=16, long=0, many=0, million=0, steps=20, thin=8))
     assert search.run() == []
     assert search.inputs > 40
+
+
+@pytest.mark.parametrize("made", unusual.METHODS)
+def test_an_unusual_method_has_the_properties(made):
+    rows = verify.listed(made())
+    assert [row for row in rows if row.verdict == "fails"] == []
 
 
 def test_the_same_seed_searches_the_same_inputs():
