@@ -286,3 +286,13 @@ def round_trip(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY
     """Return x encoded and decoded, float32, shape (n,)."""
     payload, ctx = encode(method, x, segments, key)
     return codec.decode(method, payload, ctx)
+
+
+def is_random(method: Compressor, x: Tensor, segments: Segments) -> bool:
+    """Return whether encodings of x differ between three steps, or a common value is drawn."""
+    if isinstance(method, MultiRoundCompressor):  # its initial state is drawn
+        return True
+    keys = [Key(0, step, 0) for step in range(3)]
+    first, *others = (encode(method, x, segments, key)[0].to_bytes() for key in keys)
+    drawn = method.draw_shared(Context(segments, key=keys[0])) is not None
+    return drawn or not all(torch.equal(first, other) for other in others)

@@ -28,6 +28,7 @@ from gcbench.core.compressor import (
     Segments,
     requantizes,
 )
+from gcbench.stats.confidence import bernstein
 
 DRAWS = 4000
 SCALE_EXPONENTS = (0, -30, 30)
@@ -45,9 +46,8 @@ REPEATS = 24
 """Further keys at which two increments must give the same draws before the method is refused."""
 ROW_CORRELATION = 0.004
 """Correlation of the draws of neighbouring rows (`ops.random`)."""
-UNLIKELY = 30.0
-"""By Bernstein's inequality a correlation of independent noise exceeds the limit with a probability
-of 2 exp(-30), and one of 2^15 correlations with 6e-9."""
+UNLIKELY = 2 * math.exp(-30)
+"""Probability that a correlation of independent noise exceeds its limit; of 2^15 of them 6e-9."""
 COIN_DRAWS = 20_000
 """Elements of the tied vote."""
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
@@ -133,11 +133,6 @@ def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
     )
 
 
-def is_random(method: Compressor) -> bool:
-    """Return whether the key changes the result."""
-    return len(set(_drawn_at(method, FIRST_KEY, _keys(method)))) > 1
-
-
 def _correlation(method: Compressor) -> tuple[float, float]:
     """Return the largest correlation of the noise of elements apart, and the largest allowed.
 
@@ -158,7 +153,7 @@ def _correlation(method: Compressor) -> tuple[float, float]:
     lags = (lags / lags[0]).abs()
 
     def allowed(squares: float) -> float:
-        return ROW_CORRELATION + math.sqrt(2 * UNLIKELY * squares / n) + 2 / 3 * UNLIKELY * largest
+        return ROW_CORRELATION + bernstein(squares / n, largest, UNLIKELY)
 
     together = int((lags > allowed(1.0)).int().argmin())
     bound = allowed(2 * float(lags[:together].square().sum()) - 1)
@@ -300,7 +295,9 @@ def contraction(method: Compressor) -> Measurement:
     if not method.claims.contractive:
         raise NotDeclaredError("not contractive")
     worst, faults = 0.0, []
-    keys = [Key(7, step, 0) for step in range(48 if is_random(method) else 1)]
+    probe = calls.segments_of(method, [(2000,)])
+    random = calls.is_random(method, inputs.normal(2000), probe)
+    keys = [Key(7, step, 0) for step in range(48 if random else 1)]
     for shapes in ([(2000,)], [(40, 50)], list(SHAPES)):
         segments = calls.segments_of(method, shapes)
         for name, x in inputs.probes(segments.numel):

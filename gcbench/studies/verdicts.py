@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gcbench.core.values import finite
 from gcbench.report.analysis import Row, Shown, Table
-from gcbench.studies.bounds.claims import Interval, interval
+from gcbench.stats.confidence import Interval, interval
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
 VERDICTS = (HOLDS, FAILS, OPEN)

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Context, Key, MultiRoundCompressor, requantizes
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.values import finite
 from gcbench.core.world import World
-from gcbench.studies.bounds.alone import energy, random
 
 Record = dict[str, Any]
 ENDED = ("stopped", "refused")
@@ -97,7 +98,7 @@ class Audit:
                 torch.add(g, e, alpha=self.decay) for g, e in zip(gradients, before, strict=True)
             ]
         if self.random is None:
-            self.random = random(method, offered[0], lane.segments)
+            self.random = calls.is_random(method, offered[0], lane.segments)
             self.delta = method.claims.delta(lane.segments)
         self.steps += 1
         mean = torch.stack([x.double() for x in offered]).mean(0)

@@ -15,35 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import (
-    AGAIN,
-    again,
-    agreed,
-    energy,
-    lane_of,
-    passed,
-    random,
-    single,
-)
-from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
-from gcbench.studies.bounds.claims import (
+from gcbench.stats.confidence import (
     ERROR,
     EVERY,
     STRICT,
-    Claim,
     Interval,
-    Judged,
-    Unit,
     always,
     bernstein,
     bounded,
     interval,
 )
+from gcbench.studies.bounds.alone import AGAIN, again, lane_of, single
+from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
+from gcbench.studies.bounds.claims import Claim, Judged, Unit
 
 PLACE = "known inputs"
 CARD = "the method's card"
@@ -428,8 +419,8 @@ def asked(method: Compressor, workers: int) -> int:
     segments, key = Segments.of(SHAPES, method.granularity), Key(0, 0, 0)
     x = normal(torch.Generator().manual_seed(0), segments.numel)
     if not method.claims.unbiased:
-        return LEAST if random(method, x, segments) else FEW
-    shared = agreed(method, x, segments, key)
+        return LEAST if calls.is_random(method, x, segments) else FEW
+    shared = calls.agree(method, [x], segments, key)
     v = method.claims.variance(x, Context(segments, shared))
     if v is None:
         return 4 * LEAST
@@ -496,7 +487,9 @@ def _contractions(
     if not method.claims.contractive or (method.claims.unbiased and workers > 1):
         return {}
     segments = Segments.of(SHAPES, method.granularity)
-    chance = random(method, normal(torch.Generator().manual_seed(0), segments.numel), segments)
+    chance = calls.is_random(
+        method, normal(torch.Generator().manual_seed(0), segments.numel), segments
+    )
     few = math.ceil((LEAST if chance else FEW) / len(seeds))
     # If the aggregate is no mean, the error of what a worker sent is taken from its residual.
     other = method.claims.aggregate != "mean"
@@ -577,7 +570,9 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
         generator = torch.Generator().manual_seed(seed)
         for step in range(math.ceil(2 * LEAST / len(seeds))):
             x = normal(generator, segments.numel)
-            away = energy(passed(method, x, segments, Key(seed, step, 0)).double() - x.double())
+            away = energy(
+                calls.round_trip(method, x, segments, Key(seed, step, 0)).double() - x.double()
+            )
             losses.append(away / energy(x) / known)
     seen = interval(losses, "draws", STRICT)
     half = seen.high - seen.mean

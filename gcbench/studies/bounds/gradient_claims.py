@@ -6,16 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
+from gcbench.stats.confidence import Interval, always, mean, ratio
 from gcbench.studies.bounds import shape
-from gcbench.studies.bounds.claims import (
-    Claim,
-    Interval,
-    Judged,
-    always,
-    mean,
-    over,
-    ratio,
-)
+from gcbench.studies.bounds.claims import Claim, Judged, over
 from gcbench.studies.bounds.gradient_tables import each, noise_tests
 from gcbench.studies.bounds.observe import CLIP, Record
 

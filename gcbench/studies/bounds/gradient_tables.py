@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcbench.report.analysis import Row, Shown, Table
+from gcbench.stats.confidence import Interval, mean, ratio
 from gcbench.studies.bounds import shape
-from gcbench.studies.bounds.claims import Interval, mean, ratio
 from gcbench.studies.bounds.observe import Record
 
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.checks.oracle import energy
 from gcbench.core import purposes
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import finite
 from gcbench.studies.bounds import shape
-from gcbench.studies.bounds.alone import energy
 from gcbench.training.train import Trainer
 
 CLIP = 2.5

@@ -12,18 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from gcbench.core.compressor import Compressor
+from gcbench.stats.confidence import STRICT, Interval, against, bounded, interval
 from gcbench.studies.bounds import quadratics
 from gcbench.studies.bounds.alone import AGAIN, again
-from gcbench.studies.bounds.claims import (
-    STRICT,
-    Claim,
-    Interval,
-    Judged,
-    Unit,
-    against,
-    bounded,
-    interval,
-)
+from gcbench.studies.bounds.claims import Claim, Judged, Unit
 from gcbench.studies.bounds.quadratics import Signs
 
 BERNSTEIN = "Bernstein et al. 2018"

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import codec, memory
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import agreed, energy, lane_of, single
+from gcbench.studies.bounds.alone import lane_of, single
 
 ELEMENTS = 1024
 """Number of elements of all copies together, if that makes at least `LEAST` copies."""
@@ -128,7 +130,7 @@ class Quadratic:
         method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
         if method.draw_shared(Context(segments, key=key)) is not None:
             buckets = [torch.stack(list(buckets)).mean(0)]
-            shared = agreed(method, buckets[0], segments, key)
+            shared = calls.agree(method, [buckets[0]], segments, key)
         else:
             own = [codec.prepare(method, x, Context(segments)).statistic for x in buckets]
             shared = torch.stack(own).amax(0) if own[0].numel() else own[0]
@@ -175,7 +177,7 @@ def segments_of(method: Compressor, shape: Shape) -> Segments:
 def declares_variance(method: Compressor) -> bool:
     """Return whether an unbiased method declares its variance."""
     x, segments = torch.ones(4), segments_of(method, (1, 2))
-    shared = agreed(method, x, segments, Key(0, 0, 0))
+    shared = calls.agree(method, [x], segments, Key(0, 0, 0))
     return method.claims.variance(x, Context(segments, shared)) is not None
 
 
@@ -314,7 +316,7 @@ def _omega(problem: Quadratic) -> float:
     method, x = problem.method, problem.observed()[0]
     key = Key(problem.seed, 0, 0)
     variance = method.claims.variance(
-        x, Context(problem.segments, agreed(method, x, problem.segments, key))
+        x, Context(problem.segments, calls.agree(method, [x], problem.segments, key))
     )
     assert variance is not None, "asked for where a variance is declared"
     return float(variance.sum()) / energy(x)
