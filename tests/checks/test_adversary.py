@@ -16,13 +16,13 @@ from gcbench.checks.cases import Case
 from gcbench.checks.covering import pairwise
 from gcbench.core import registry
 
-BROKEN = [(kind, made) for kind, several in broken.KINDS.items() for made in several]
+BROKEN = [(kind, cls) for kind, several in broken.KINDS.items() for cls in several]
 
 
-@pytest.mark.parametrize(("kind", "made"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_broken_method_is_refused(kind, made):
+@pytest.mark.parametrize(("kind", "cls"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_method_is_refused(kind, cls):
     """With the function and the input; an exception would be no finding of the search."""
-    (finding,) = Search(made(), EFFORTS.get(made, cases.QUICK)).run()
+    (finding,) = Search(cls(), EFFORTS.get(cls, cases.QUICK)).run()
     assert finding.function
     assert "Error" not in finding.fault
     assert finding.case
@@ -34,16 +34,13 @@ EFFORTS = {
     broken.VeryLongMean: FEW._replace(million=1),
     broken.Flushing1327: FEW._replace(steps=2048, thin=1),
     **{
-        made: FEW
-        for made in (
+        cls: FEW
+        for cls in (
             *(broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace),
             *(broken.PlanByNumber, broken.DrawsByStep),
         )
     },
-    **{
-        made: FEW._replace(long=1)
-        for made in (broken.LongMean, broken.LongOut, broken.LongFeedback)
-    },
+    **{cls: FEW._replace(long=1) for cls in (broken.LongMean, broken.LongOut, broken.LongFeedback)},
 }
 """Where the default for tests takes more than a second: what the fault is about, and less else."""
 
@@ -53,7 +50,7 @@ EFFORTS = {
     [
         Levels(),
         TwoShotLevels(),
-        *(made() for made in unusual.METHODS),
+        *(cls() for cls in unusual.METHODS),
         *map(registry.compressor, ("qsgd", "terngrad", "topk", "powersgd")),
     ],
     ids=lambda method: type(method).__name__,
@@ -64,9 +61,9 @@ def test_a_right_method_is_not_refused(method):
     assert search.inputs > 40
 
 
-@pytest.mark.parametrize("made", unusual.METHODS)
-def test_an_unusual_method_has_the_properties(made):
-    rows = verify.listed(made())
+@pytest.mark.parametrize("cls", unusual.METHODS)
+def test_an_unusual_method_has_the_properties(cls):
+    rows = verify.listed(cls())
     assert [row for row in rows if row.verdict == "fails"] == []
 
 

@@ -216,7 +216,7 @@ class Misestimated(Ef21):
 
 
 @pytest.mark.parametrize(
-    ("made", "check"),
+    ("cls", "check"),
     [
         (Long, "memory: large inputs"),
         (Flushing, "memory: large inputs"),
@@ -233,13 +233,13 @@ class Misestimated(Ef21):
         (Misestimated, "memory: large inputs"),
     ],
 )
-def test_a_memory_that_is_wrong_on_some_inputs_is_refused(made, check):
-    assert memories.CHECKS[check](made(), registry.compressor("topk")) != ""
+def test_a_memory_that_is_wrong_on_some_inputs_is_refused(cls, check):
+    assert memories.CHECKS[check](cls(), registry.compressor("topk")) != ""
 
 
-@pytest.mark.parametrize("made", unusual.MEMORIES)
-def test_an_unusual_memory_is_accepted(made):
-    rows = memories.verify(made(), registry.compressor("topk"))
+@pytest.mark.parametrize("cls", unusual.MEMORIES)
+def test_an_unusual_memory_is_accepted(cls):
+    rows = memories.verify(cls(), registry.compressor("topk"))
     assert [row for row in rows if row.verdict == "fails"] == []
 
 
@@ -285,7 +285,7 @@ class CrowdedSigns(Signs):
 
 
 @pytest.mark.parametrize(
-    ("base", "made"),
+    ("base", "cls"),
     [
         ("onebitadam", LongRule),
         ("onebitadam", LateRule),
@@ -294,7 +294,7 @@ class CrowdedSigns(Signs):
         ("dlion", CrowdedSigns),
     ],
 )
-def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, made):
+def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, cls):
     right = registry.compressor(base)
     fields = dataclasses.asdict(right.rule)
 
@@ -302,14 +302,14 @@ def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, made):
     class Method(type(right)):
         @property
         def rule(self):
-            return made(**fields)
+            return cls(**fields)
 
     assert not exchanges.updates(Method()).holds
     assert exchanges.updates(right).holds
 
 
 @pytest.mark.parametrize(
-    ("made", "check"),
+    ("cls", "check"),
     [
         (Half, "memory: nothing lost"),
         (Changing, "memory: what was sent"),
@@ -322,7 +322,7 @@ def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, made):
     ],
 )
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])
-def test_a_wrong_memory_is_refused(made, check, name):
+def test_a_wrong_memory_is_refused(cls, check, name):
     """Also beside methods whose feedback is fused, which take over for a plain residual alone."""
-    rows = {row.check: row for row in memories.verify(made(), registry.compressor(name))}
+    rows = {row.check: row for row in memories.verify(cls(), registry.compressor(name))}
     assert rows[check].verdict == "fails"
