@@ -108,9 +108,9 @@ FULL = Effort(every=1, long=4, many=4, million=3, steps=2048, far=1)
 """For the defaults of a method."""
 VARIANT = Effort(every=2, long=1, many=1, million=0, steps=300)
 """For its other configurations."""
-LIBRARY = Effort(every=4, long=1, many=0, million=1, steps=600, far=1)
+LIBRARY = Effort(every=5, long=1, many=0, million=1, steps=600, far=1)
 """For the defaults of a method whose last bits a library decides: its claims take longest."""
-SLOW = Effort(every=8, long=0, many=0, million=0, steps=100)
+SLOW = Effort(every=16, long=0, many=0, million=0, steps=100)
 """For other configurations of a method that is written in plain torch (`scratch`)."""
 QUICK = Effort(every=5, long=1, many=1, million=0, steps=600)
 """For tests."""
