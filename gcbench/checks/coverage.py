@@ -22,7 +22,6 @@ from gcbench.checks import verify
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 
-
 MOST_SECONDS, MOST_MIB = 60, 1024
 """Limits of CPU time and memory for `gcbench verify` of a built-in method."""
 
