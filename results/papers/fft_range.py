@@ -189,7 +189,7 @@ def run(
         table("steps", heading, columns, rows, which=2, notes=notes),
         notes=["The geometric mean over later steps, one value per seed."],
         conclusions=[
-            *verdicts.told(judged),
+            *verdicts.sentences(judged),
             f"Mean over the seeds: --set low={low:.4g} --set high={high:.4g}.",
         ],
     )

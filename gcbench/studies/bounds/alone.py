@@ -17,9 +17,9 @@ def single(seed: int, device: torch.device, lane: Lane, world: World | None = No
     return Exchange(world, [lane], seed, Clock(device))
 
 
-def lane_of(method: Compressor, segments: Segments, kept: memory.Memory | None = None) -> Lane:
+def lane_of(method: Compressor, segments: Segments, carried: memory.Memory | None = None) -> Lane:
     """Return a lane for a method, by the collective of `once`."""
-    return Lane(method, once(method), 0, segments, kept or memory.Memory())
+    return Lane(method, once(method), 0, segments, carried or memory.Memory())
 
 
 def once(method: Compressor) -> str:

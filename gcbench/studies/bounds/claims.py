@@ -69,19 +69,19 @@ def over(a: float, b: float) -> float:
     return a / b if b else (0.0 if a == 0 else math.inf)
 
 
-def judge(found: Interval, bound: float, *, equality: bool = False) -> str:
+def judge(measured: Interval, bound: float, *, equality: bool = False) -> str:
     """Return "holds", "fails" or "undecided" by the module's rule (`row` tells loose ones)."""
-    if not (math.isfinite(found.mean) and math.isfinite(bound)):
+    if not (math.isfinite(measured.mean) and math.isfinite(bound)):
         return "fails"
-    if found.over == EVERY:
-        return "holds" if found.mean <= bound * (1 + ROUNDING) else "fails"
+    if measured.over == EVERY:
+        return "holds" if measured.mean <= bound * (1 + ROUNDING) else "fails"
     if equality:
-        if found.low > 0:
+        if measured.low > 0:
             return "fails"
-        return "holds" if found.high - found.mean <= bound else "undecided"
-    if found.low > bound * (1 + ROUNDING):
+        return "holds" if measured.high - measured.mean <= bound else "undecided"
+    if measured.low > bound * (1 + ROUNDING):
         return "fails"
-    return "holds" if found.high <= bound * (1 + ATTAINED) else "undecided"
+    return "holds" if measured.high <= bound * (1 + ATTAINED) else "undecided"
 
 
 class Unit(NamedTuple):
@@ -105,7 +105,7 @@ class Judged:
         self,
         claim: Claim,
         place: str,
-        found: Interval,
+        measured: Interval,
         bound: float,
         *,
         setting: str = "",
@@ -114,12 +114,12 @@ class Judged:
     ) -> None:
         """Judge a claim, if it is to be tested; `ran` is the compressor that ran, if any."""
         if self.wanted(claim.name):
-            self.rows.append(row(claim, place, setting, found, bound, why, ran))
+            self.rows.append(row(claim, place, setting, measured, bound, why, ran))
 
     def refused(self, claim: Claim, place: str, setting: str, ran: str, error: str) -> None:
         """Record that a method refused a payload of its own: it fails, whatever is to be tested."""
-        made = row(claim, place, setting, always(1.0, 1), 0.0, error, ran)
-        self.rows.append(made)
+        failure = row(claim, place, setting, always(1.0, 1), 0.0, error, ran)
+        self.rows.append(failure)
 
     def skip(self, name: str, place: str, why: str) -> None:
         """Record that a claim does not apply; those with one group and reason share a row."""
@@ -166,20 +166,20 @@ class Judged:
 
 
 def row(
-    claim: Claim, place: str, setting: str, found: Interval, bound: float, why: str, ran: str
+    claim: Claim, place: str, setting: str, measured: Interval, bound: float, why: str, ran: str
 ) -> Row:
     """Return the row of a claim with its verdict; `why` is a note on this verdict."""
-    exact = found.low == found.high
+    exact = measured.low == measured.high
 
     def over_bound(value: float) -> float | None:
         return finite(value / bound) if bound else (0.0 if value == 0 else None)
 
-    verdict = judge(found, bound, equality=claim.equality)
-    if not (math.isfinite(found.mean) and math.isfinite(bound)):
+    verdict = judge(measured, bound, equality=claim.equality)
+    if not (math.isfinite(measured.mean) and math.isfinite(bound)):
         why = "not finite" + (f"; {why}" if why else "")
     slack = None
-    if claim.kind in ("theorem", "property") and not claim.equality and found.mean > 0:
-        slack = finite(bound / found.mean)
+    if claim.kind in ("theorem", "property") and not claim.equality and measured.mean > 0:
+        slack = finite(bound / measured.mean)
     if verdict == "holds" and slack is not None and slack > LOOSE:
         verdict = LOOSELY
     return {
@@ -191,15 +191,15 @@ def row(
         "statement": claim.statement,
         "source": claim.source,
         "bound": finite(bound),
-        "measured": finite(found.mean),
-        "low": None if exact else finite(found.low),
-        "high": None if exact else finite(found.high),
+        "measured": finite(measured.mean),
+        "low": None if exact else finite(measured.low),
+        "high": None if exact else finite(measured.high),
         "slack": slack,
-        "ratio": over_bound(found.mean),
-        "ratio_low": None if exact else over_bound(found.low),
-        "ratio_high": None if exact else over_bound(found.high),
-        "n": found.n,
-        "over": found.over,
+        "ratio": over_bound(measured.mean),
+        "ratio_low": None if exact else over_bound(measured.low),
+        "ratio_high": None if exact else over_bound(measured.high),
+        "n": measured.n,
+        "over": measured.over,
         "verdict": verdict,
         "why": why or None,
     }
