@@ -520,7 +520,7 @@ def test_pictures_refuse(tmp_path: Path) -> None:
         run_plots.draw(runs, tmp_path / "x.jpg")
     with pytest.raises(UsageError, match="no runs"):
         run_plots.draw([], tmp_path / "x.png")
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="neither a folder"):
         run_plots.draw(runs, tmp_path / "missing" / "x.png")
     (tmp_path / "taken.png").mkdir()
     with pytest.raises(GcbenchError, match="cannot write"):
