@@ -161,7 +161,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """Return the product of all declarations, without combinations that do not exist."""
-    made = []
+    result = []
     for framework, kind, point, caught, when in product(
         SIZES, KINDS, POINTS, (False, True), (0, 2)
     ):
@@ -174,8 +174,8 @@ def cells() -> list[Cell]:
             continue
         subsets = ["rank 0", f"rank {SIZES[framework] - 1}"]
         subsets.append(f"rank 0{SERVES}" if kind in ENDS else "all")
-        made += [Cell(framework, kind, point, caught, ranks, when) for ranks in subsets]
-    return made
+        result += [Cell(framework, kind, point, caught, ranks, when) for ranks in subsets]
+    return result
 
 
 # ---- one rank of a job ---------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Job:
                 bucket_mb=0,
                 timeout=self.limits.timeout,
                 check_every=1,
-                on_check=lambda found: FAULT.at("on_check"),
+                on_check=lambda comparisons: FAULT.at("on_check"),
             )
             self.register = lambda: hook.register(self.model)
         else:
@@ -358,15 +358,17 @@ class Job:
         mean = sum(batch(rank) for rank in range(size)) / size
         kinds = set()
         for parameter in self.model.parameters():
-            got, want = parameter.grad, mean
-            if got is not None and hasattr(got, "to_local"):
-                shards = got.device_mesh.size()
-                want = mean.chunk(shards)[got.device_mesh.get_local_rank()]
-                got = got.to_local()
-            if got is not None and got.isnan().all():
+            gradient, want = parameter.grad, mean
+            if gradient is not None and hasattr(gradient, "to_local"):
+                shards = gradient.device_mesh.size()
+                want = mean.chunk(shards)[gradient.device_mesh.get_local_rank()]
+                gradient = gradient.to_local()
+            if gradient is not None and gradient.isnan().all():
                 kinds.add("nan")
             else:
-                kinds.add("mean" if got is not None and torch.equal(got, want) else "wrong")
+                kinds.add(
+                    "mean" if gradient is not None and torch.equal(gradient, want) else "wrong"
+                )
         if kinds == {"mean", "nan"} and self.cell.framework not in DDP:
             return "nan"  # FSDP has reduced the modules before the non-finite one
         return kinds.pop() if len(kinds) == 1 else "wrong"
@@ -613,8 +615,8 @@ def run(
             running.remove(item)
             logs = [events(folder, rank) for rank in range(len(ranks))]
             result, wrong, seconds = judge(cell, logs, limits)
-            found = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
-            results.append({**asdict(cell), **found})
+            comparisons = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
+            results.append({**asdict(cell), **comparisons})
             shutil.rmtree(folder)
             if progress and wrong:
                 print(f"{len(results)}/{len(chosen)} {cell.name}: {'; '.join(wrong)}", flush=True)
@@ -634,18 +636,18 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "|-|-|-|-|-|-|-|-|-|",
     ]
     for framework, kind in product(SIZES, KINDS):
-        own = [r for r in results if (r["framework"], r["kind"]) == (framework, kind)]
-        if not own:
+        rows = [r for r in results if (r["framework"], r["kind"]) == (framework, kind)]
+        if not rows:
             continue
-        good = [r for r in own if not r["wrong"]]
+        good = [r for r in rows if not r["wrong"]]
         count = {
             how: sum(r["result"] == how for r in good) for how in ("equal", "skipped", "stopped")
         }
         slowest = max((r["seconds"] for r in good if r["result"] == "stopped"), default=0.0)
         lines.append(
-            f"| {framework} | {KINDS[kind]} | {len({r['point'] for r in own})} | {len(own)} | "
+            f"| {framework} | {KINDS[kind]} | {len({r['point'] for r in rows})} | {len(rows)} | "
             f"{count['equal']} | {count['skipped']} | {count['stopped']} | {slowest:.1f} | "
-            f"{len(own) - len(good)} |"
+            f"{len(rows) - len(good)} |"
         )
     lines += [f"* {named(r).name}: {'; '.join(r['wrong'])}" for r in results if r["wrong"]]
     return "\n".join(lines)

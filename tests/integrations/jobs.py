@@ -31,15 +31,15 @@ def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[
     faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
     engines.join(member, "cpu", 1)
     warnings.simplefilter("error")
-    told, rank, size = importlib.import_module(module), member.rank, member.size
-    found: dict[str, Any] = {}
+    jobs_module, rank, size = importlib.import_module(module), member.rank, member.size
+    result: dict[str, Any] = {}
     for name in methods:
-        found[name] = told.method(rank, size, name)
+        result[name] = jobs_module.method(rank, size, name)
     for name in jobs:
         began = time.perf_counter()
-        found[name] = told.JOBS[name](rank, size)
-        found[name]["seconds"] = time.perf_counter() - began
-    return found
+        result[name] = jobs_module.JOBS[name](rank, size)
+        result[name]["seconds"] = time.perf_counter() - began
+    return result
 
 
 def _in_processes(size: int, words: Sequence[Any]) -> list[dict[str, Any]]:
@@ -115,8 +115,8 @@ class Jobs:
                 self._done[size] = error
         if isinstance(self._done[size], GcbenchError):
             raise self._done[size].with_traceback(None)  # or it grows with each test
-        found: list[dict[str, Any]] = self._done[size]
-        return found
+        result: list[dict[str, Any]] = self._done[size]
+        return result
 
     def of(self, job: str, size: int = 2) -> list[Any]:
         """Return each rank's result of one job."""
