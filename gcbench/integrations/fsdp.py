@@ -582,16 +582,20 @@ class ShardHook(Hook):
             raise
 
 
-class _Gather:
+class _Collective:
+    """What FSDP calls instead of one of its collectives."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for FSDP's input or output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
     """Gathers parameters instead of FSDP, in the hook's process group."""
 
     def __init__(self, hook: ShardHook, world: HookWorld, original: Any) -> None:
         """`original`: torch's all-gather, which does the work."""
         self.hook, self.world, self.original = hook, world, original
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for FSDP's input or output."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -615,7 +619,7 @@ class _Gather:
             )
 
 
-class _Module:
+class _Module(_Collective):
     """One module's exchanges, which FSDP calls instead of its reduce-scatter, and after it."""
 
     def __init__(self, hook: ShardHook, target: Sharded, layout: Layout, start: int) -> None:
@@ -679,10 +683,6 @@ class _Module:
         return step, exchanges
 
     # -- called by FSDP ----------------------------------------------------------------------------
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for FSDP's input or output."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -395,11 +395,20 @@ def _collectives() -> Iterator[None]:
 
 
 BROKEN = {
-    "swallow": "hands local gradients back in place of an error",
-    "mute": "does not stop the other ranks when this one fails",
-    "apart": "does not agree with the other ranks",
+    "swallow": (
+        "ddp/raise/decode/caught/rank 1/step 0",
+        "returns local gradients instead of an error",
+    ),
+    "mute": (
+        "ddp/raise/encode/caught/rank 1/step 0",
+        "does not stop the other ranks when this one fails",
+    ),
+    "apart": (
+        "ddp/nonfinite, skip/forward/not caught/rank 1/step 0",
+        "does not agree with the other ranks",
+    ),
 }
-"""Deliberate defects of the hook for DDP, which the judge must find."""
+"""Deliberate defects of the hook for DDP, each with a cell in which the judge must notice it."""
 
 
 def _break(hook: Any, broken: str) -> None:
@@ -588,9 +597,7 @@ def start(cell: Cell, limits: Limits) -> tuple[Path, list[Any]]:
     return folder, ranks
 
 
-def run(
-    chosen: Sequence[Cell], limits: Limits, parallel: int, progress: bool = False
-) -> list[dict[str, Any]]:
+def run(chosen: Sequence[Cell], limits: Limits, parallel: int) -> list[dict[str, Any]]:
     """Run cells, several at a time, and judge them."""
     waiting, running, results = list(chosen), [], []
     while waiting or running:
@@ -615,13 +622,12 @@ def run(
             running.remove(item)
             logs = [events(folder, rank) for rank in range(len(ranks))]
             result, wrong, seconds = judge(cell, logs, limits)
-            comparisons = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
-            results.append({**asdict(cell), **comparisons})
+            outcome = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
+            results.append({**asdict(cell), **outcome})
             shutil.rmtree(folder)
-            if progress and wrong:
+            if wrong and not cell.broken:
                 print(f"{len(results)}/{len(chosen)} {cell.name}: {'; '.join(wrong)}", flush=True)
-    order = {cell.name: number for number, cell in enumerate(chosen)}
-    return sorted(results, key=lambda each: order[named(each).name])
+    return sorted(results, key=lambda each: chosen.index(named(each)))
 
 
 def named(result: dict[str, Any]) -> Cell:
@@ -676,20 +682,28 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names of cells")
     parser.add_argument("--every", type=int, default=1, help="run every n-th cell")
     parser.add_argument("--parallel", type=int, default=4, help="jobs at a time")
-    parser.add_argument("--broken", choices=BROKEN, default="", help="defect of the hook")
+    parser.add_argument("--broken", action="store_true", help="also run each cell of BROKEN")
     options = parser.parse_args()
     chosen = [cell for cell in cells() if any(part in cell.name for part in options.only)]
     if not chosen:
         parser.error(f"--only {options.only}: no cell has this name")
-    chosen = [replace(cell, broken=options.broken) for cell in chosen[:: options.every]]
+    chosen = chosen[:: options.every]
+    if options.broken:
+        by_name = {cell.name: cell for cell in cells()}
+        chosen += [replace(by_name[cell], broken=name) for name, (cell, _) in BROKEN.items()]
     began = time.monotonic()
-    results = run(chosen, Limits(), options.parallel, progress=True)
+    everything = run(chosen, Limits(), options.parallel)
     spent = time.monotonic() - began
+    results = [each for each in everything if not each["broken"]]
     print(table(results))
-    print(f"{len(results)} cells in {spent:.0f} s")
-    if not options.broken and options.every == 1:
+    missed = False
+    for each in everything[len(results) :]:
+        print(f"broken: {each['broken']}: {'; '.join(each['wrong']) or 'not noticed'}")
+        missed |= not each["wrong"]
+    print(f"{len(everything)} cells in {spent:.0f} s")
+    if options.every == 1:
         store(results)
-    sys.exit(any(each["wrong"] for each in results))
+    sys.exit(missed or any(each["wrong"] for each in results))
 
 
 if __name__ == "__main__":
