@@ -138,8 +138,8 @@ def run(
     configs = grid.expand(settings, None)
     named = os.environ.get("GCBENCH_DATA") if data_dir is None else data_dir
     data = Path(named) if named else None
-    made = runner.Runner(folder, data, 60.0, progress, force=force)
-    made.all(configs, json=False)
+    running = runner.Runner(folder, data, 60.0, progress, force=force)
+    running.all(configs, json=False)
     return reader.frame([reader.load([folder / config.run_name])[0] for config in configs])
 
 

@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 CLEARED = (
     "compressors",
     "cuda",
+    "gcbench/__init__.py",
     "gcbench/checks",
+    "gcbench/cli.py",
     "gcbench/core",
     "gcbench/integrations",
     "gcbench/netlab",
