@@ -1154,6 +1154,7 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     def threads() -> int:
         return sum("comm_hook" in thread.name for thread in threading.enumerate())
 
+    gc.collect()
     before = threads()
     ddp = wrapped(model())
     hook = comm_hook("none").register(ddp)

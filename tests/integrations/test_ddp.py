@@ -28,6 +28,8 @@ from gcbench.integrations.ddp import RECORDS, _strided
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 JOBS = jobs.Jobs(
     "ddp_jobs",

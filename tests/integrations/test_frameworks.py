@@ -14,6 +14,8 @@ from framework_jobs import INSTALLED
 
 from gcbench.integrations import agreement
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 JOBS = jobs.Jobs(
     "framework_jobs",
     [],

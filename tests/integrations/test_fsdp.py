@@ -26,6 +26,8 @@ from gcbench.integrations import fsdp, scheme, sharded
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.scheme import Scheme
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 RULES = [n for n in COLLECTIVES if not gcbench.get_compressor(n).rule.plain]
