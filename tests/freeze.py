@@ -72,6 +72,8 @@ VOLATILE = (
     Volatile("*", r"\.provenance\.versions\.\w[\w-]*", "a restructuring may raise the version"),
     Volatile("*", r"\.provenance\.machine\.\w+", "named once in the document"),
     Volatile("runs/*", r"\.phase_seconds\.\w+", "measured time; null stays null"),
+    Volatile("runs/*", r"\.files\.(provenance|metrics)\.\w+", "digest of a file with times"),
+    Volatile("runs/*", r"\.stdout(\[\d+\])?\.digest", "digest of a summary with times"),
     Volatile("runs/*", r"\.stdout(\[\d+\])?\.(step_)?seconds", "measured time of a run"),
     Volatile("runs/*", r"\.(columns|rows)\.(\w*_)?seconds\[\d+\]", "measured time in a table"),
 )
