@@ -49,6 +49,21 @@ class Network:
     """Number of parameters without a gradient, in addition to `shapes`."""
     inputs: str = ""
     """What it reads, as `Task.inputs`: "images", "text", or "" if unknown."""
+    tied: int | None = None
+    """Position in `shapes` of a head that shares the embedding's weights."""
+    buffers: int = 0
+    """Bytes of its buffers, which DDP broadcasts before every forward pass."""
+
+    @property
+    def arrival(self) -> Shapes:
+        """The shapes in the order in which the backward pass computes gradients.
+
+        The last layer comes first, except for a tied head, whose gradient is complete last.
+        """
+        order = list(range(len(self.shapes)))[::-1]
+        if self.tied is not None:
+            order.append(order.pop(order.index(self.tied % len(order))))
+        return tuple(self.shapes[position] for position in order)
 
     @property
     def numel(self) -> int:
@@ -218,7 +233,15 @@ def transformer() -> Network:
     title = "transformer of 1.3 billion"
     kind = "transformer", f"sequences of {context:,}"
     return Network(
-        "transformer-1.3b", title, tuple(shapes), 1, context * each, 14, *kind, inputs="text"
+        "transformer-1.3b",
+        title,
+        tuple(shapes),
+        1,
+        context * each,
+        14,
+        *kind,
+        inputs="text",
+        tied=-1,
     )
 
 
@@ -238,7 +261,15 @@ def bert() -> Network:
     each = depth * (12 * width**2 + 2 * context * width)
     kind = "transformer", f"sequences of {context}"
     return Network(
-        "bert-large", "BERT large", tuple(shapes), 2, context * each, 32, *kind, inputs="text"
+        "bert-large",
+        "BERT large",
+        tuple(shapes),
+        2,
+        context * each,
+        32,
+        *kind,
+        inputs="text",
+        tied=-2,
     )
 
 
@@ -324,7 +355,10 @@ def of_module(spec: str) -> Network:
     last = set(classifier(module)) & trained.keys()
     names = sorted(trained, key=lambda name: name in last)
     shapes = tuple(tuple(trained[name].shape) for name in names)
-    return Network(spec, spec, shapes, len(last), frozen=frozen, inputs=inputs_of(module))
+    buffers = sum(one.nbytes for one in module.buffers())
+    return Network(
+        spec, spec, shapes, len(last), frozen=frozen, inputs=inputs_of(module), buffers=buffers
+    )
 
 
 def inputs_of(module: nn.Module) -> str:
