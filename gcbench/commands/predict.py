@@ -27,8 +27,8 @@ from gcbench.core.errors import UsageError
 Model = Annotated[
     str,
     typer.Option(
-        help="alexnet, googlenet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, "
-        "bert-large, transformer-1.3b."
+        help="alexnet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, bert-large, "
+        "transformer-1.3b."
     ),
 ]
 Module = Annotated[

@@ -10,9 +10,6 @@ stored runs (`evidence`) of tasks that read the same inputs as the model, images
 of several rows counts. Rows of other tasks only warn. The runs trained smaller models, so the
 answer is what to try, never a promise. A row by another collective counts if both compute the same
 mean.
-
-By all-gather a worker receives N - 1 payloads of b bits per element, by a ring all-reduce of fp32
-2 (N - 1) / N times 32 bits: an all-gather moves less only for fewer than N = 64 / b workers.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from pydantic import Field
 from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import UsageError
-from gcbench.predict import bundled, costs, evidence, prediction, traffic
+from gcbench.predict import bundled, costs, evidence, prediction
 from gcbench.predict.evidence import Evidence, Tolerance, count_text
 from gcbench.predict.prediction import Prepared
 from gcbench.predict.steps import HALF, Plain, Step, simplest
@@ -52,6 +49,8 @@ BASELINE, CHANGES, SLOWER = "baseline", "changes training", "slower than one"
 """Verdicts of options in a plan, in addition to those of methods."""
 MOST_ACCUMULATED, MOST_LOCAL = 64, 1024
 """The most batches per exchange that a plan proposes."""
+MOST_LAB = 1.0
+"""The fastest links, in Gbit/s, that netlab can have between nodes of one machine."""
 BRIEF = 2
 """Number of methods in the short plan."""
 
@@ -279,10 +278,6 @@ def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
         "only warns. allgather alone, twoshot alone: measured by that collective only; the "
         "recommended one computes a different mean (two-shot re-encodes it)."
     )
-    yield (
-        "all-gather up to: with more workers an all-gather moves more bytes than a ring all-reduce "
-        "of fp32."
-    )
     yield from (f"Refused: {reason}." for reason in prepared.refused.values())
 
 
@@ -298,8 +293,6 @@ _METHODS = [
     Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
     Shown(field="pays_on", heading="pays on links"),
     Shown(field="results", heading="results"),
-    Shown(field="bits", heading="bits per\nelement"),
-    Shown(field="gather_limit", heading="all-gather\nup to"),
 ]
 _EVIDENCE = [
     Shown(field="method", heading="method"),
@@ -363,10 +356,7 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     """Return the row of a method by a collective: its gain, its loss of accuracy, the verdict."""
     method, workers, allowed = step.method, settings.workers[0], settings.allowed
     network, cluster = prepared.network, settings.cluster
-    bits = 8 * traffic.gradient_bytes(method, network.shapes) / network.numel
     row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
-    gathers = "allgather" in method.legal_collectives() and not settings.sharded
-    row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
     row |= {"results": len(losses.counting)}
     row |= dict.fromkeys(("accuracy", "accuracy_brief"), "untested")
     verdict = UNTESTED
@@ -565,8 +555,8 @@ def _answer(
         text = [
             f"Try {choice}: predicted {row['over_bf16']} times as fast as bf16, "
             f"{row['over_fp32']} as fp32, {over[choice]:.2g} times one worker.",
-            f"{_basis_text(row)}{more}",
-            f"{_how_to_know(settings, choice)} {_paste(settings, row, choice)}",
+            f"{_basis_text(row)}{more} {_how_to_know(settings, choice)} "
+            f"{_paste(settings, row, choice)}",
         ]
     else:
         advice = (
@@ -601,12 +591,12 @@ def _fewer_exchanges(plan: Sequence[Row], error: float) -> str:
 def _how_to_know(settings: Settings, choice: str) -> str:
     """Return how to measure the speed and the accuracy of an option, as text."""
     specs = dict.fromkeys(("none", "bf16", choice.partition(" by ")[0]))
-    rate = f"{1e3 * settings.cluster.inter.gbit:g}mbit"
     chosen = ",".join(spec for spec in specs if spec != FP32)
-    return (
-        f"To know: `gcbench netlab --bandwidth {rate} -- run --compressor {chosen}` (speed); your "
-        "model with both, several seeds (accuracy)."
-    )
+    gbit = settings.cluster.inter.gbit
+    speed = f"gcbench netlab --bandwidth {1e3 * gbit:g}mbit -- run --compressor {chosen}"
+    if gbit > MOST_LAB:
+        speed = f"torchrun ... -m gcbench bandwidth --compressor {chosen}"
+    return f"To know: `{speed}` (speed); your model with both, several seeds (accuracy)."
 
 
 def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> str:

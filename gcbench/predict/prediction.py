@@ -360,7 +360,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     rows = list(_rows(prepared, settings.workers, cluster))
     observer.step(len(settings.compressors))
     heading = title(settings, prepared)
-    kernels = "measured, where known" if prepared.by_measured else "the lower bound"
+    kernels = "measured, where available" if prepared.by_measured else "the lower bound"
     notes = [
         *prepared.notes,
         f"Predicted, not measured; encoding times: {kernels}. over fp32, over bf16: time of the "
@@ -479,7 +479,7 @@ def _number(row: Row, field: str) -> float:
 
 
 def _speed(row: Row) -> float:
-    """Return the speedup by which rows are sorted: measured if known, else the upper bound."""
+    """Return the speedup by which rows are sorted: measured if available, else the upper bound."""
     sure = _sure(row)
     return _number(row, "over_fp32_high") if math.isnan(sure) else sure
 
@@ -492,7 +492,7 @@ def _sure(row: Row) -> float:
 
 def band_text(band: Band) -> str:
     """Return the error of predicted step times as a sentence."""
-    return f"Error band: {band.error:.0%} ({band.source}); closer options are tied."
+    return f"Error band: {band.error:.0%} ({band.source})."
 
 
 def _answers(rows: Sequence[Row], band: Band) -> list[str]:
@@ -542,53 +542,28 @@ def _fastest(rows: Sequence[Row], error: float) -> str:
 # ---- the picture ---------------------------------------------------------------------------------
 
 _PARTS = (
-    ("compute_seconds", "forward + backward"),
-    ("encode_seconds", "encode"),
-    ("decode_seconds", "decode"),
-    ("exposed_seconds", "exposed communication"),
+    ("compute_seconds", "forward + backward", "0.75"),
+    ("encode_seconds", "encode", "#2E8B57"),
+    ("decode_seconds", "decode", "#D98032"),
+    ("exposed_seconds", "exposed communication", "#33658F"),
 )
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw the parts of a step at the most workers, one bar per method."""
+    """Draw the parts of a step at the most workers, one bar per method, the fastest at the top."""
     table = analysis.table("predictions")
     most = max(_number(row, "workers") for row in table.rows)
     rows = [row for row in table.rows if row["workers"] == most and row["refused"] is None]
+    rows.sort(key=lambda row: -_number(row, "step_seconds"))
+    names = [f"{row['method']}, {_number(row, 'speedup'):.3g}x" for row in rows]
     with figures.canvas(8, max(4.5, 2.2 + 0.36 * len(rows))) as figure:
-        axes = figure.subplots()
-        _stacked(axes, rows)
+        axes, starts = figure.subplots(), [0.0] * len(rows)
+        for field, label, colour in _PARTS:
+            widths = [1e3 * _number(row, field) for row in rows]
+            axes.barh(names, widths, left=starts, color=colour, label=label)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        axes.grid(axis="y", visible=False)
         axes.set(xlabel="ms", title=f"a step at {most:,.0f} workers, speedup over none")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.suptitle(f"{table.title} (predicted)", fontsize="medium")
         figures.save(figure, path)
-
-
-_CUT = 3.0
-"""Bars longer than this multiple of the step of `none` are cut, and labelled with their time."""
-
-
-def _stacked(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw one bar per method, divided into parts, the fastest at the top."""
-    import seaborn
-
-    ordered = sorted(rows, key=lambda row: -_number(row, "step_seconds"))
-    names = [str(row["method"]) for row in ordered]
-    base = next(_number(row, "step_seconds") for row in rows if row["method"] == "none")
-    end = 1e3 * min(_CUT * base, max(_number(row, "step_seconds") for row in rows))
-    starts = [0.0] * len(ordered)
-    palette = seaborn.color_palette("colorblind")
-    colours: list[Any] = ["0.75", palette[2], palette[1], palette[0]]
-    for (field, label), colour in zip(_PARTS, colours, strict=True):
-        widths = [1e3 * _number(row, field) for row in ordered]
-        axes.barh(names, widths, left=starts, color=colour, label=label)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    small = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
-    for name, stop, row in zip(names, starts, ordered, strict=True):
-        text = f"{_number(row, 'speedup'):.3g}x"
-        if stop > end:
-            text += f", to {stop:,.0f} ms"
-            axes.annotate(text, (end, name), (-6, 0), ha="right", color="white", **small)
-        else:
-            axes.annotate(text, (stop, name), (4, 0), **small)
-    axes.set_xlim(0, end * (1.0 if max(starts) > end else 1.16))
-    axes.grid(axis="y", visible=False)
