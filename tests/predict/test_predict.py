@@ -535,7 +535,7 @@ def test_a_large_last_bucket_hides_less() -> None:
 
 def test_buckets_are_those_of_ddp() -> None:
     """A hook records the buckets that DDP forms after its first step."""
-    widths = (300, 4000, 2000, 700, 100, 10)
+    widths = (300, 4000, 1500, 1500, 700, 100, 10)
     model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
     sizes: list[int] = []
 
