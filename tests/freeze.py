@@ -546,8 +546,7 @@ def commands(
     for word in ("resnet20", "alexnet"):
         words = ("predict", "--model", word, "--workers", "8,64", *ANALYSIS)
         yield _entry(f"commands/predict {word}", *words)
-    validated = [word for each in rows for word in ("--validate", each)]
-    yield _entry("commands/predict validate", "predict", *validated, *ANALYSIS)
+    yield _entry("commands/predict validate", "predict", "--validate", *ANALYSIS)
     stored = [word for each in rows for word in ("--runs", each)]
     yield _entry("commands/advise", "advise", *stored, "--cluster", "gtx1080x4-1gbe", *ANALYSIS)
     for shape in ("table", "markdown", "csv", "json", "latex"):
