@@ -28,6 +28,7 @@ from gcbench.commands import (
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
+from gcbench.commands.bundle import bundle
 from gcbench.commands.compare import compare
 from gcbench.commands.help import help_
 from gcbench.commands.helptext import make_plain
@@ -78,6 +79,7 @@ DataName = Annotated[str, typer.Argument(help="A data set: the name of a task th
 
 app.command()(run)
 app.command()(compare)
+app.command()(bundle)
 
 
 @app.command()

@@ -143,7 +143,7 @@ def deliver(
     chosen: Format,
     *,
     as_json: bool,
-    details: bool = True,
+    details: bool,
     draw: Callable[[Analysis, Path], list[Path] | None] | None = None,
 ) -> None:
     """Save an analysis, print it, and draw it into its folder and to `plot`.

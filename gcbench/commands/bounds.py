@@ -9,6 +9,7 @@ import typer
 from gcbench.commands import (
     ANALYSES,
     DataDir,
+    Details,
     Force,
     Format,
     Formatted,
@@ -76,6 +77,7 @@ def bounds(
     plot: Plot = None,
     force: Force = False,
     progress: Shown = Progress.auto,
+    details: Details = False,
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
@@ -127,7 +129,7 @@ def bounds(
         found = measure.run(
             settings, results, data_dir, progress.value, command=command, force=force
         )
-    deliver(found, results, plot, format_, as_json=json)
+    deliver(found, results, plot, format_, as_json=json, details=details)
     if strict and found.failed:
         say("a theorem's bound is violated; see the verdicts above")
         raise typer.Exit(1)

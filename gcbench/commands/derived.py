@@ -13,6 +13,7 @@ import typer
 from gcbench.commands import (
     ANALYSES,
     DataDir,
+    Details,
     Force,
     Format,
     Formatted,
@@ -33,6 +34,7 @@ COMMON: dict[str, tuple[Any, Any]] = {
     "plot": (Plot, None),
     "force": (Force, False),
     "progress": (Shown, Progress.auto),
+    "details": (Details, False),
     "format_": (Formatted, Format.table),
     "json": (Json, False),
 }
@@ -110,6 +112,7 @@ def command(study: ModuleType) -> Callable[..., None]:
             options["plot"],
             options["format_"],
             as_json=options["json"],
+            details=options["details"],
             draw=study.draw,
         )
         if result.failed:

@@ -37,11 +37,12 @@ def report(
     """
     from gcbench import studies
     from gcbench.core import progress as showing
-    from gcbench.report import page, suite_match
+    from gcbench.report import bundle, page, suite_match
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
-    found = page.collect(places)
+    with bundle.opened(places) as paths:
+        found = page.collect(paths)
     beside = [
         suite_match.beside(suites.load(name), found.runs) for name in dict.fromkeys(suite or ())
     ]

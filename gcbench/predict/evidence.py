@@ -58,11 +58,11 @@ def _times_text(factor: float) -> str:
 class Evidence:
     """One row that counts as evidence."""
 
-    row: compare.Row
+    row: compare.ComparisonRow
     suite: str
     """The suite for which its runs were made, as name/version."""
     rate: str | None
-    """How the learning rate was chosen: see `compare.Row.rate`."""
+    """How the learning rate was chosen: see `compare.ComparisonRow.rate`."""
 
     @property
     def lost(self) -> tuple[float, float, float] | None:

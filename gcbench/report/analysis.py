@@ -15,6 +15,7 @@ import importlib
 import io
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,18 @@ from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.core.writing import explained, open_own, write_atomically
 from gcbench.report import glossary
-from gcbench.report.rendering import Column, block, csv_text, number, sentence, where
+from gcbench.report.rendering import (
+    LINES,
+    Column,
+    block,
+    counted,
+    csv_text,
+    cut_lines,
+    fitted,
+    number,
+    sentence,
+    where,
+)
 from gcbench.results import sanitize
 from gcbench.training import configuration
 
@@ -436,7 +448,8 @@ def render(
 
     `width`, in columns, limits the format "table"; None takes the width of the terminal, or 100 if
     the output is not a terminal. CSV has the rows of the first table, in plain units. Without
-    `details` the format "table" has only the answer and the short table, if there is one.
+    `details` the format "table" has at most `rendering.LINES` lines: the answer, and the short
+    table or the beginning of the first one.
 
     Raises:
         UsageError: an unknown format.
@@ -448,16 +461,51 @@ def render(
     if format == "csv":
         return csv_text(analysis.tables[0].rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
+    if format == "table" and not details:
+        return _brief(analysis, width)
 
-    brief = not details and format == "table" and any(parts(analysis, brief=True))
     blocks = [sentence(text, format, width) for text in analysis.answer]
-    for table, title, rows in parts(analysis, brief=brief):
+    for table, title, rows in parts(analysis):
         blocks.append(block(title, columns(table, rows), table.which, format, width))
         if rows[-1] is table.rows[-1]:
             blocks += [sentence(note, format, width) for note in table.notes]
-    if brief:
-        return "\n\n".join([*blocks, "Assumptions, evidence and all tables: add --details."])
     ends = [*analysis.conclusions, where(analysis.provenance) + "."]
     if format == "table" and any(len(rows) > glossary.LONG for _, _, rows in parts(analysis)):
         ends.append(glossary.POINTER)
     return "\n\n".join([*blocks, *(sentence(end, format, width) for end in ends)])
+
+
+VERDICT = "verdict"
+"""The field of a row that says whether a claim holds."""
+
+
+def _brief(analysis: Analysis, width: int) -> str:
+    """Return the answer and one table in at most `LINES` lines, and what was left out.
+
+    Without an answer there are the counts of verdicts, or else the first conclusion. Claims that do
+    not hold come first.
+    """
+    every = [*parts(analysis)]
+    counts = Counter(row[VERDICT] for _, _, rows in every for row in rows if row.get(VERDICT))
+    verdicts = [
+        f"Verdicts: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
+    ]
+    answer = analysis.answer or (verdicts if counts else analysis.conclusions[:1])
+    blocks = [sentence(text, "table", width) for text in answer]
+    hidden = ["assumptions", "evidence"]
+    for table, title, rows in ([*parts(analysis, brief=True)] or every)[:1]:
+        if any(VERDICT in row for row in rows):
+            title = table.title
+            rows = sorted(table.rows, key=lambda row: str(row.get(VERDICT)).startswith("holds"))
+        title = sentence(title, "table", width)
+        notes = [sentence(note, "table", width) for note in table.notes if table.brief]
+        used = sum(len(text.splitlines()) + 1 for text in (*blocks, title, *notes))
+        made = columns(table, rows)
+        rest = sorted(made[table.which :], key=lambda column: column.heading != VERDICT)
+        shown = fitted(made[: table.which], rest, width, LINES - used - 2)
+        blocks += [title, shown.text, *notes]
+        if left := len(table.rows) - shown.rows:
+            hidden.insert(0, f"{left} of {len(table.rows)} rows")
+    hidden.append(counted(len({table.name for table, _, _ in every}), "table"))
+    blocks.append(sentence(f"Not shown: {', '.join(hidden)}. Add --details.", "table", width))
+    return cut_lines("\n\n".join(blocks))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical, finite, text
-from gcbench.report.rendering import MB, records, sentence
+from gcbench.report.rendering import LINES, MB, records, sentence
 from gcbench.results import declared, update_rule
 from gcbench.results.reader import Run, fields
 from gcbench.results.schema import Modelled, Summary
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One configuration: all of its seeds. Bytes are per worker and step, times in seconds.
 
     What stands below `metric` is of the columns that `seeds` makes and explains; None: not known.
@@ -111,7 +111,7 @@ class Row:
     """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
     beaten: bool = False
     """Whether a row of the tier with no more payload bytes is better, by the intervals of ranks."""
-    as_published: Row | None = None
+    as_published: ComparisonRow | None = None
     """The row with the settings of the method's source, where a suite's trials chose others."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
@@ -506,7 +506,7 @@ def rows(
     own: frozenset[str] = frozenset(),
     labels: Sequence[Label] = (),
     preferred: frozenset[str] = frozenset(),
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Return a row for each configuration: all settings but the seed.
 
     Rows are sorted by budget, the uncompressed ones first. `target`: an accuracy (a fraction), or a
@@ -571,16 +571,16 @@ def _row(
     values: Mapping[int, float],
     target: float | None,
     known: Mapping[str, Any],
-) -> Row:
+) -> ComparisonRow:
     """Return the row of these runs; `known` are the columns of its configuration."""
     phases = dict.fromkeys([*PHASES, *(name for run in runs for name in run.summary.phase_seconds)])
-    return Row(
+    return ComparisonRow(
         runs=tuple(runs),
         values=values,
         failed=tuple(run.summary.seed for run in runs if run.summary.seed not in values),
         phases={name: known[f"phase {name}"] for name in phases},
         target=target,
-        **{field: known[field] for field in Row.__dataclass_fields__ if field in known},
+        **{field: known[field] for field in ComparisonRow.__dataclass_fields__ if field in known},
     )
 
 
@@ -601,7 +601,7 @@ def _context_order(key: str) -> tuple[int, str]:
 # ---- tiers and ranks ----------------------------------------------------------------------------
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows with their places in their tier and budget, and whether one beats them.
 
     See `ranks.places` and `ranks.pairwise`.
@@ -640,15 +640,18 @@ class Asked(NamedTuple):
     columns: Sequence[str] = ()
     width: str = ""
     labels: Sequence[Label] = ()
+    details: bool = False
+    lines: int = LINES
+    """Of a table without `details`."""
 
 
 def chosen(
     runs: Sequence[Run],
     asked: Asked,
     own: frozenset[str] = frozenset(),
-    complete: Callable[[list[Row]], list[Row]] = list,
+    complete: Callable[[list[ComparisonRow]], list[ComparisonRow]] = list,
     preferred: frozenset[str] = frozenset(),
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Return the rows that were asked for; `own` and `preferred` as for `rows`.
 
     `complete` adds to all rows, before any is left out, what it takes all of them to know.
@@ -657,28 +660,30 @@ def chosen(
         UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
-    found = list(
-        filter(meets, complete(rows(runs, level(asked.target, runs), own, asked.labels, preferred)))
-    )
+    every = rows(runs, level(asked.target, runs), own, asked.labels, preferred)
+    found = [row for row in complete(every) if meets(row.runs[0])]
     if not found:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
         raise UsageError(f"no row has all of {' and '.join(words)}")
     return found
 
 
-def told(rows: Sequence[Row], asked: Asked, title: str = "") -> str:
+def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
     """Return the rows as text; those of a suite with tiers have a table for each.
 
-    A `title` stands above tables, not in CSV or JSON.
+    A `title` stands above tables, not in CSV or JSON. Without `asked.details` a table has at most
+    `asked.lines` lines.
     """
-    from gcbench.report import tables
+    from gcbench.report import brief, tables
 
+    if asked.format == "table" and not asked.details:
+        return brief.render(rows, asked, title, tables.columns())
     tiers = asked.by is None and any(row.tier is not None for row in rows)
     layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    made = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    text = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
     if not title or asked.format in ("csv", "json"):
-        return made
-    return f"{sentence(title, asked.format, tables.columns())}\n\n{made}"
+        return text
+    return f"{sentence(title, asked.format, tables.columns())}\n\n{text}"
 
 
 # ---- filters and groups --------------------------------------------------------------------------
@@ -701,8 +706,8 @@ def _known(key: str, runs: Sequence[Run]) -> None:
 
 def where(
     runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]
-) -> tuple[list[Run], Callable[[Row], bool]]:
-    """Return the runs to make rows of, and whether a row is to be shown.
+) -> tuple[list[Run], Callable[[Run], bool]]:
+    """Return the runs to make rows of, and whether the row of a run is to be shown.
 
     `conditions`: setting -> the values allowed, as the command line writes them. A condition on the
     seed selects runs, before means are taken. Every other one selects rows, once they are made: the
@@ -723,19 +728,19 @@ def where(
     kept = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
     later = [key for key in conditions if key != "seed"]
 
-    def shown(row: Row) -> bool:
-        return all(meets(row.runs[0], key) for key in later)
+    def shown(run: Run) -> bool:
+        return all(meets(run, key) for key in later)
 
     return kept, shown
 
 
-def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
+def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]]:
     """Return the rows by the value of a setting, as text; tiers come with the most bits first.
 
     Raises:
         UsageError: a setting that no run has.
     """
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[ComparisonRow]] = {}
     tiers = key == "tier" and any(row.tier is not None for row in rows)
     if not tiers:
         _known(key, [row.runs[0] for row in rows])
@@ -747,5 +752,5 @@ def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
     return groups
 
 
-def _most_bits(rows: Sequence[Row]) -> float:
+def _most_bits(rows: Sequence[ComparisonRow]) -> float:
     return max(row.bits_up or 0.0 for row in rows)

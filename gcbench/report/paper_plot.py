@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical, text
 from gcbench.report import figures
-from gcbench.report.compare import Row, order
+from gcbench.report.compare import ComparisonRow, order
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw(rows: Sequence[Row], path: Path, width: str) -> None:
+def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
     """Write accuracy against bytes to `path`: a point a row, with its 95 % interval and name.
 
     Grey is the band of the uncompressed seeds. `width`: one of `figures.WIDTHS`. Rows whose runs
@@ -97,12 +97,12 @@ def _folded(told: str, columns: int) -> str:
     return "\n".join(textwrap.wrap(told, columns, break_long_words=False))
 
 
-def has_published(rows: Sequence[Row]) -> bool:
+def has_published(rows: Sequence[ComparisonRow]) -> bool:
     """Whether some row has a published accuracy beside it."""
     return any(row.published is not None and row.published.accuracy is not None for row in rows)
 
 
-def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> None:
+def draw_suite(rows: Sequence[ComparisonRow], title: str, path: Path, width: str = "") -> None:
     """Write the table or figure that a suite reproduces: ours filled, the published ones hollow.
 
     The x axis has the setting with most values, such as the number of workers. There is a panel for
@@ -122,7 +122,7 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
     counts = {key: len({canonical(one[key]) for one in settings}) for key in telling}
     across = max(telling, key=lambda key: counts[key], default="")
     others = [key for key in telling if key != across]
-    panels: dict[str, list[Row]] = {}
+    panels: dict[str, list[ComparisonRow]] = {}
     for row, one in zip(rows, settings, strict=True):
         name = ", ".join(f"{key.replace('_', ' ')} {text(one[key])}" for key in others)
         panels.setdefault(name, []).append(row)
@@ -150,7 +150,9 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
         figures.save(figure, path)
 
 
-def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[str, Any]]) -> None:
+def _beside(
+    axes: Axes, rows: Sequence[ComparisonRow], across: str, looks: dict[str, dict[str, Any]]
+) -> None:
     """Draw the rows of a panel, methods side by side at each value of the setting `across`."""
     values = [{**row.context, **row.own}.get(across) for row in rows]
     places = {canonical(value): None for value in sorted(values, key=order)}
@@ -172,7 +174,7 @@ def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[
     axes.set_xlabel(sanitize.label(across.replace("_", " ")))
 
 
-def _tells(rows: Sequence[Row], key: str) -> bool:
+def _tells(rows: Sequence[ComparisonRow], key: str) -> bool:
     """Whether a setting differs among the rows of one method."""
     values: dict[str, set[str]] = {}
     for row in rows:

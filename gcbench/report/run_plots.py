@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical
 from gcbench.report import figures
-from gcbench.report.compare import Row, rows
+from gcbench.report.compare import ComparisonRow, rows
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -32,11 +32,11 @@ def _place(run: Run) -> dict[str, Any]:
     return {key: run.config.get(key) for key in ("task", "task_options", "workers")}
 
 
-def _label(row: Row) -> str:
+def _label(row: ComparisonRow) -> str:
     return " ".join([row.method, *(f"{key}={value}" for key, value in row.context.items())])
 
 
-def _shown(row: Row) -> str:
+def _shown(row: ComparisonRow) -> str:
     return f"{_label(row)} ({len(row.failed)} failed)" if row.failed else _label(row)
 
 
@@ -58,13 +58,15 @@ def curve(run: Run, column: str) -> dict[int, float]:
     }
 
 
-def _ranked(panel: Sequence[Row]) -> list[Row]:
+def _ranked(panel: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows, the best final metric first, those without one last."""
     sign = -1 if panel[0].metric == "accuracy" else 1
     return sorted(panel, key=lambda row: math.inf if row.mean is None else sign * row.mean)
 
 
-def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> list[Mark]:
+def _quality(
+    axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]
+) -> list[Mark]:
     """Draw the final metric against payload bytes and return the marks, to be labelled.
 
     Rows without a finished seed stand at the lower edge.
@@ -135,7 +137,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     return marks
 
 
-def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
+def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]) -> None:
     """Draw the mean of the metric over steps, with the range of the seeds around it.
 
     A line stops where a seed diverged: the mean of the survivors would flatter the method.

@@ -16,7 +16,7 @@ from gcbench.core.values import text
 from gcbench.report import analysis as measuring
 from gcbench.report import compare, kernel_timings, run_plots, suite_match, tables, tier_plot
 from gcbench.report.analysis import Analysis, MissingTableError
-from gcbench.report.compare import Row
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.kernel_timings import Timings
 from gcbench.report.rendering import Column, ends, where
 from gcbench.report.suite_match import Beside
@@ -223,7 +223,7 @@ class Compared:
     title: str
     task: str
     runs: Sequence[Run]
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     beside: Beside | None = None
 
 
@@ -303,14 +303,18 @@ def budget(one: Compared) -> str:
     return f"{'; '.join(words)}; {ends(counts)} seed{'s' * (max(counts) > 1)} a row."
 
 
-def _commands(section: Section, row: Row) -> Iterator[int]:
+def _commands(section: Section, row: ComparisonRow) -> Iterator[int]:
     for run in row.runs:
         known = run.summary.provenance.get("command")
         yield section.number(str(known) if known else f"not recorded: {run.source}")
 
 
 def _sheet(
-    section: Section, title: str, told: Sequence[Row], columns: Sequence[Column], which: int
+    section: Section,
+    title: str,
+    told: Sequence[ComparisonRow],
+    columns: Sequence[Column],
+    which: int,
 ) -> Sheet:
     return Sheet(
         title,

@@ -10,7 +10,7 @@ from typing import Any
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
-from gcbench.report.compare import Row, ranked
+from gcbench.report.compare import ComparisonRow, ranked
 from gcbench.results.reader import Run, fields
 from gcbench.training import grid
 from gcbench.training.suites import Point, Suite, decide
@@ -33,7 +33,7 @@ class Beside:
     """The tuned runs that count, by `Run.method`: those of the alternative that trials chose, or of
     all alternatives of a method while trials are missing."""
 
-    def rows(self, rows: Sequence[Row], *, every: bool = False) -> list[Row]:
+    def rows(self, rows: Sequence[ComparisonRow], *, every: bool = False) -> list[ComparisonRow]:
         """Return the best row found for each method, with what is published, and ranks among them.
 
         Beside it is the result of the alternative that its source has. Rows that no trial chose,
@@ -63,8 +63,8 @@ class Beside:
             )
         return ranked(made)
 
-    def _rate(self, row: Row, point: Point) -> str | None:
-        """Return whether the row has the rate that the suite's rule chooses; see `Row.rate`."""
+    def _rate(self, row: ComparisonRow, point: Point) -> str | None:
+        """Return how the row's learning rate was chosen: see `ComparisonRow.rate`."""
         if point.tune is None:
             return None
         choice = point.tune.choose(self.tried[point.identity], row.runs[0].summary.steps)

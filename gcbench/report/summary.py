@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gcbench.core.values import canonical, text
 from gcbench.report import tables
 from gcbench.report.analysis import Analysis
-from gcbench.report.compare import Row
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.rendering import Column, ends, number
 from gcbench.report.sections import Compared, Section, Sheet
 from gcbench.stats.ranks import LEAST_SEEDS
@@ -85,16 +85,16 @@ def _names(one: Compared) -> set[str]:
     return {row.first.compressor_name for row in one.rows}
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
+def front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the front of the budget that has most rows, then most steps; most bytes first.
 
     Of rows with equal results, such as those of two engines, the first stands for all.
     """
-    budgets: dict[str, list[Row]] = {}
+    budgets: dict[str, list[ComparisonRow]] = {}
     for row in rows:
         budgets.setdefault(canonical(row.context), []).append(row)
     largest = max(budgets.values(), key=lambda alike: (len(alike), alike[0].first.steps))
-    kept: dict[tuple[object, ...], Row] = {}
+    kept: dict[tuple[object, ...], ComparisonRow] = {}
     for row in largest if len(largest) > 1 else ():
         if row.on_front:
             result = (row.first.compressor_name, row.mean, row.payload)
@@ -109,7 +109,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         return None
     rows = [row for _, row in shown]
 
-    def fewer(row: Row) -> str:
+    def fewer(row: ComparisonRow) -> str:
         bits = row.payload_ratio_up, row.payload_ratio_down
         both = [32 / ratio for ratio in bits if ratio]
         return f"{64 / sum(both):.3g}x" if len(both) == 2 else "-"

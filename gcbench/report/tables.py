@@ -12,7 +12,7 @@ from typing import Any
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import canonical, text
 from gcbench.report import compare, glossary
-from gcbench.report.compare import Row
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.rendering import (
     MB,
     Column,
@@ -39,7 +39,7 @@ ALWAYS = (*METRICS, "vs none", PAYLOAD)
 """Columns that are shown even where all rows are equal: they are what a table is asked for."""
 
 
-def quality(row: Row, mixed: bool) -> str:
+def quality(row: ComparisonRow, mixed: bool) -> str:
     """Return a row's metric, mean ± sd; `mixed` marks losses among accuracies."""
     if row.mean is None:
         return "failed"
@@ -56,7 +56,7 @@ def _decimals(loss: float) -> int:
     return max(0, 3 - math.floor(math.log10(abs(loss)))) if math.isfinite(loss) and loss else 3
 
 
-def versus(row: Row) -> str:
+def versus(row: ComparisonRow) -> str:
     """Return a row's distance to the uncompressed one with its interval and marks, "-" without."""
     if row.difference is None or row.mean is None:
         return "-"
@@ -70,14 +70,14 @@ def versus(row: Row) -> str:
     return shown(row.difference) + interval + marks
 
 
-def _target(rows: Sequence[Row]) -> list[Column]:
+def _target(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return columns of what it took to meet the target; none where there is no target."""
     target = rows[0].target
     if target is None:
         return []
     name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
 
-    def met(row: Row) -> str:
+    def met(row: ComparisonRow) -> str:
         return f"{row.target_reached} of {row.target_runs}" if row.target_runs else "no curve"
 
     fields = [
@@ -90,7 +90,7 @@ def _target(rows: Sequence[Row]) -> list[Column]:
 
     measured = not _withheld(rows)
 
-    def spent(row: Row, field: str, scale: float) -> str:
+    def spent(row: ComparisonRow, field: str, scale: float) -> str:
         if field == "seconds" and (row.disowned or not measured):
             return "-"
         value = getattr(row, f"target_{field}")
@@ -105,14 +105,14 @@ def _target(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _published(rows: Sequence[Row]) -> list[Column]:
+def _published(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return columns of what a paper says of these runs; none where they are of no suite."""
     every = [row.published for row in rows]
     if not any(every):
         return []
     accuracy = rows[0].metric == "accuracy"
 
-    def beyond(row: Row) -> str:
+    def beyond(row: ComparisonRow) -> str:
         value = row.beyond_published
         if value is None:
             return "-"
@@ -143,7 +143,7 @@ def _published(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _as_published(rows: Sequence[Row]) -> list[Column]:
+def _as_published(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return the results with the settings of each method's source, if trials chose others."""
     if all(row.as_published is None for row in rows):
         return []
@@ -154,7 +154,7 @@ def _as_published(rows: Sequence[Row]) -> list[Column]:
     return [Column("as\npublished", cells)]
 
 
-def _tiers(rows: Sequence[Row]) -> list[Column]:
+def _tiers(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return the columns of a suite with tiers; none for other rows."""
     columns = []
     if any(row.rank is not None for row in rows):
@@ -166,7 +166,7 @@ def _tiers(rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
-def _resolution_note(rows: Sequence[Row]) -> str:
+def _resolution_note(rows: Sequence[ComparisonRow]) -> str:
     """Return a sentence on the noise of the test set that the intervals include."""
     sizes = sorted({int(row.examples) for row in rows if row.examples})
     if not sizes:
@@ -182,7 +182,7 @@ def _resolution_note(rows: Sequence[Row]) -> str:
     )
 
 
-def _tier_notes(rows: Sequence[Row]) -> list[str]:
+def _tier_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     made = []
     if any(row.rank is not None for row in rows):
         made.append(
@@ -203,7 +203,7 @@ def _tier_notes(rows: Sequence[Row]) -> list[str]:
     return made
 
 
-def _published_notes(rows: Sequence[Row]) -> list[str]:
+def _published_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return sentences on the published numbers, those on other budgets first."""
     known = [(row, row.published) for row in rows if row.published is not None]
     made = []
@@ -222,10 +222,10 @@ def _published_notes(rows: Sequence[Row]) -> list[str]:
     return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
 
 
-def _times(rows: Sequence[Row]) -> list[Column]:
+def _times(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return the columns of the phases and of the step, in ms; "-" where they are disowned."""
 
-    def shown(row: Row, phase: str) -> str:
+    def shown(row: ComparisonRow, phase: str) -> str:
         modelled = row.communicate_modelled_seconds
         if phase == "communicate" and modelled is not None:
             return f"~{number(modelled, 1e3)}"
@@ -244,7 +244,7 @@ def _times(rows: Sequence[Row]) -> list[Column]:
     return [*made, Column("step\nms", steps, "low")]
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
+def _columns(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     """Return the groups of columns: which row it is, quality, traffic and times."""
     metrics = {row.metric for row in rows}
     heading = METRICS[2 if len(metrics) > 1 else rows[0].metric == "test_loss"]
@@ -292,7 +292,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
     return groups
 
 
-def _withheld(rows: Sequence[Row]) -> str:
+def _withheld(rows: Sequence[ComparisonRow]) -> str:
     """Return why no times are shown: they are of several machines or versions; "" if they are not.
 
     Versions are distinguished by their commit, or by the release where the commit is not known.
@@ -321,7 +321,7 @@ def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
     return kept, told
 
 
-def alike(rows: Sequence[Row]) -> str:
+def alike(rows: Sequence[ComparisonRow]) -> str:
     """Return a sentence on the columns that are left out because all rows are equal in them."""
     found = _columns(rows)
     columns = [*found["quality"], *found["target"], *found["traffic"]]
@@ -329,7 +329,7 @@ def alike(rows: Sequence[Row]) -> str:
     return f"Equal in all {len(rows)} rows: {'; '.join(told)}." if told else ""
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the sentences that a reader needs beside the numbers."""
     made = [alike(rows)] if alike(rows) else []
     made += [
@@ -395,7 +395,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return made
 
 
-def sheets(rows: Sequence[Row]) -> list[list[Column]]:
+def sheets(rows: Sequence[ComparisonRow]) -> list[list[Column]]:
     """Return the columns of the results table and, where times are known, of the times table."""
     found = groups(rows)
     tables = [found["which"] + found["quality"] + found["target"] + found["traffic"]]
@@ -404,7 +404,7 @@ def sheets(rows: Sequence[Row]) -> list[list[Column]]:
     return tables
 
 
-def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
+def groups(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     """Return the groups of columns without those in which all rows are equal; see `alike`."""
     found = _columns(rows)
     for name in ("quality", "target", "traffic"):
@@ -415,9 +415,9 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
     return found
 
 
-def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
+def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
     """Return as few tables as fit into `width` columns."""
-    found = _laid_out(rows, asked)
+    found = laid_out(rows, asked)
     which = found.pop("which")
     own = which[len(rows[0].context) + 1 :]
     if own and len({(row.place, row.method) for row in rows}) == len(rows):
@@ -427,7 +427,7 @@ def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
     return terminal(which, list(filter(None, found.values())), width)
 
 
-def _markdown(rows: Sequence[Row], asked: Layout) -> str:
+def _markdown(rows: Sequence[ComparisonRow], asked: Layout) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].own)
     return "\n\n".join(markdown(columns, names) for columns in _chosen_sheets(rows, asked))
 
@@ -440,7 +440,7 @@ def _told(said: Sequence[str], format: str, width: int) -> list[str]:
     return ["\n".join(filled)] if filled else []
 
 
-def best_rows(rows: Sequence[Row]) -> list[int]:
+def best_rows(rows: Sequence[ComparisonRow]) -> list[int]:
     """Return the places of the compressed rows with the best mean, and of those as good.
 
     As good are rows whose mean lies in the 95 % interval of the best mean (Student's t). With a
@@ -467,7 +467,7 @@ def best_rows(rows: Sequence[Row]) -> list[int]:
     return sorted(found)
 
 
-def _caption(rows: Sequence[Row], shared: str) -> str:
+def _caption(rows: Sequence[ComparisonRow], shared: str) -> str:
     """Return what a reader of a paper must know of the table, in a caption's sentences."""
     first = rows[0].first
     tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
@@ -495,7 +495,7 @@ def _caption(rows: Sequence[Row], shared: str) -> str:
     )
 
 
-def _latex(rows: Sequence[Row], asked: Layout, shared: str) -> str:
+def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
     """Return a floating table (needs the package booktabs), one for the times, and the notes."""
     names = len(rows[0].context) + 1 + len(rows[0].own)
     environment = "table*" if asked.width == "double" else "table"
@@ -524,7 +524,7 @@ class Layout:
     """"single" or "double": the column of a paper."""
 
 
-SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
+SORTS: dict[str, tuple[str, Callable[[ComparisonRow], Any]]] = {
     "accuracy": ("high", lambda row: row.mean if row.metric == "accuracy" else None),
     "loss": ("low", lambda row: row.mean if row.metric == "test_loss" else None),
     "difference": (
@@ -546,7 +546,7 @@ SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
 """What `compare --sort` takes -> which end is the best, and the value of a row."""
 
 
-def in_order(rows: Sequence[Row], sort: str) -> list[Row]:
+def in_order(rows: Sequence[ComparisonRow], sort: str) -> list[ComparisonRow]:
     """Return the rows sorted, those without a value last; `sort` as in `Layout`.
 
     Raises:
@@ -585,12 +585,12 @@ def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[st
     return {"which": groups["which"], "chosen": list(unique.values())}
 
 
-def _laid_out(rows: Sequence[Row], asked: Layout) -> dict[str, list[Column]]:
+def laid_out(rows: Sequence[ComparisonRow], asked: Layout) -> dict[str, list[Column]]:
     """Return the groups of columns that are shown."""
     return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
 
 
-def _chosen_sheets(rows: Sequence[Row], asked: Layout) -> list[list[Column]]:
+def _chosen_sheets(rows: Sequence[ComparisonRow], asked: Layout) -> list[list[Column]]:
     if not asked.columns:
         return sheets(rows)
     found = _chosen(_columns(rows), asked.columns)
@@ -598,7 +598,7 @@ def _chosen_sheets(rows: Sequence[Row], asked: Layout) -> list[list[Column]]:
 
 
 def render(
-    rows: Sequence[Row],
+    rows: Sequence[ComparisonRow],
     format: str = "table",
     width: int | None = None,
     by: str | None = None,
@@ -653,7 +653,7 @@ def columns() -> int:
     return shutil.get_terminal_size((200, 24)).columns
 
 
-def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
+def constants(rows: Sequence[ComparisonRow]) -> tuple[str, list[ComparisonRow]]:
     """Return in words the context that all rows share, and the rows without it.
 
     Rows that were selected or grouped may share settings in which all rows of the table differ.

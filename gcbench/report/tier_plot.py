@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.report import figures
-from gcbench.report.compare import Row
+from gcbench.report.brief import short_label
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -30,7 +31,7 @@ TOLD_FADED = "one of its tier is better with no more bytes"
 """What the legend says."""
 
 
-def leaders(rows: Sequence[Row]) -> list[tuple[float, float]]:
+def leaders(rows: Sequence[ComparisonRow]) -> list[tuple[float, float]]:
     """Return the mean of those rows of a tier that may be its best, at their fewest and most bytes.
 
     Each counts by 1 / variance, so that one of which little is known hardly moves it. A point is MB
@@ -46,7 +47,7 @@ def leaders(rows: Sequence[Row]) -> list[tuple[float, float]]:
     return [(size, mean) for size in dict.fromkeys((min(sizes), max(sizes)))]
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     """Write the picture to `path`: PNG, SVG or PDF by its ending.
 
     The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
@@ -97,7 +98,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 ms=8,
                 **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
             )
-            marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
+            short = short_label(row.method, [other.method for other in drawn])
+            marks.append(Mark(x, y, spread, row.method, style["color"], short=short))
         levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
         line = [(size, scale * value) for level in levels for size, value in level]
         for tier in tiers:
@@ -132,18 +134,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         figures.save(figure, path)
 
 
-def _short(row: Row, drawn: Sequence[Row]) -> str:
-    """Return the method's name with the first field by which it differs from all of that name."""
-    name, *fields = row.method.split()
-    others = [other.method.split() for other in drawn if other is not row]
-    namesakes = [words for words in others if words[0] == name]
-    if not namesakes:
-        return name
-    own = (field for field in fields if not any(field in words for words in namesakes))
-    return f"{name} {field}" if (field := next(own, None)) else row.method
-
-
-def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
+def _frame(axes: Axes, drawn: Sequence[ComparisonRow]) -> None:
     """Set the x axis: bytes on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -155,7 +146,7 @@ def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _stretch(axes: Axes, drawn: Sequence[Row], scale: float) -> None:
+def _stretch(axes: Axes, drawn: Sequence[ComparisonRow], scale: float) -> None:
     """Set the y axis: the asinh of the distance from the uncompressed row, or from the best one."""
     import numpy as np
 

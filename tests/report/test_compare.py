@@ -661,9 +661,7 @@ def test_a_label_stands_nearest_to_its_own_mark_and_off_the_line() -> None:
 
 
 def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:
-    from types import SimpleNamespace
-
-    from gcbench.report import tier_plot
+    from gcbench.report import brief
 
     methods = [
         "none",
@@ -671,8 +669,7 @@ def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:
         "sign ties=coin memory=momentum",
         "sign ties=coin",
     ]
-    drawn: list[Any] = [SimpleNamespace(method=method) for method in methods]
-    assert [tier_plot._short(row, drawn) for row in drawn] == [
+    assert [brief.short_label(method, methods) for method in methods] == [
         "none",
         "sign memory=none",
         "sign memory=momentum",
@@ -918,7 +915,7 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
 def test_groups_have_a_table_each(tmp_path: Path) -> None:
     folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
     text = invoke("compare", folder, "--by", "workers").out
-    assert text.index("workers=2, ") < text.index("none") < text.index("workers=4, ")
+    assert text.index("workers=2") < text.index("none") < text.index("workers=4")
     assert "workers  method" not in text
     assert "**workers=4" in invoke("compare", folder, "--by", "workers", "--format", "markdown").out
     assert len(invoke("compare", folder, "--by", "workers", "--json").json) == 3

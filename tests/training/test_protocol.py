@@ -522,7 +522,7 @@ def test_a_rate_that_a_suite_chooses_is_not_given(own):
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
+def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.ComparisonRow]:
     """Return ranked rows of one tier with these accuracies, seed by seed."""
     found = []
     for name, values in accuracies.items():
