@@ -169,18 +169,19 @@ def _chosen(
     for place in range(max(map(len, groups.values()))):
         for name, group in ordered.items():
             cost = 1 + (titled and place == 0)
-            if place < len(group) and cost <= lines:
+            if taken[name] == place < len(group) and cost <= lines:
                 lines -= cost
                 taken[name] += 1
     chosen: dict[str, list[ComparisonRow]] = {}
-    for name, group in groups.items():
-        best = ordered[name][: taken[name]]
+    for name, members in groups.items():
+        best = list(ordered[name][: taken[name]])
         # A table without tiers keeps its order, so that settings stay beside each other.
-        shown = [row for row in group if any(row is one for one in best)]
         if titled and not listed:
-            shown = sorted(best, key=_quality)
-        if shown:
-            chosen[name] = shown
+            best.sort(key=_quality)
+        else:
+            best = [row for row in members if any(row is one for one in best)]
+        if best:
+            chosen[name] = best
     return chosen
 
 

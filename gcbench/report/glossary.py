@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LONG = 12
 """Rows of a table in the terminal from which the reader is pointed to this glossary."""
-POINTER = "What the words mean: `gcbench list words`."
+POINTER = "What the words mean: `gcbench list words --details`."
 
 WORDS: dict[str, str] = {
     "accuracy": "The share of test examples that the trained model gets right, in percent. Tasks "

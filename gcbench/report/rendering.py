@@ -90,8 +90,8 @@ class _Measured(NamedTuple):
         return _Measured(heading, cells, width, width)
 
 
-LINES = 25
-"""Lines of a command's default answer; all else is behind --details."""
+LINES = 23
+"""Lines of a command's default answer: with two of messages they are 25. --details has the rest."""
 
 
 class Fitted(NamedTuple):
