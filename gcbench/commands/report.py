@@ -48,14 +48,16 @@ def report(
     ]
     observers: list[showing.Observer] = []
 
-    def said(done: int, of: int, what: str) -> None:
+    def show(done: int, of: int, what: str) -> None:
         if not observers:
             observers.append(showing.observer(progress.value, "report", of))
         observers[0].step(done, what)
 
     page.check(output)
     try:
-        text = page.page(found, studies.draw, title=title, target=target, suites=beside, said=said)
+        text = page.page(
+            found, studies.draw, title=title, target=target, suites=beside, progress=show
+        )
     finally:
         for observer in observers:
             observer.close()

@@ -241,7 +241,7 @@ def _of_suite(
         shared = [run for other, group in groups.items() if other != name for run in group]
         rates, members = _rates(suite, [*runs, *shared])
         selected += [run for run in members if run.suite != name and run.config.get("holdout")]
-    rows = compare.rows(selected, own=TUNED_KEYS if tuned else frozenset())
+    rows = compare.rows(selected, choices=TUNED_KEYS if tuned else frozenset())
     still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
     plain_open = any(row.method in still_open for row in rows if row.is_baseline)
     for row in rows:
@@ -267,5 +267,5 @@ def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | No
     except UsageError:
         return {}, []
     own = TUNED_KEYS if suite.tune is not None else frozenset()
-    rows = beside.rows(compare.rows(beside.runs, own=own), every=True)
+    rows = beside.rows(compare.rows(beside.runs, choices=own), every=True)
     return {row.runs[0].method: row.rate for row in rows}, beside.runs

@@ -74,11 +74,11 @@ class Shown(BaseModel):
 
 def shown(columns: Mapping[str, str | tuple[str, float]]) -> list[Shown]:
     """Return columns from field -> heading, or field -> (heading, factor on the values)."""
-    made = []
+    result = []
     for field, column in columns.items():
         heading, scale = (column, 1.0) if isinstance(column, str) else column
-        made.append(Shown(field=field, heading=heading, scale=scale))
-    return made
+        result.append(Shown(field=field, heading=heading, scale=scale))
+    return result
 
 
 class Table(BaseModel):
@@ -184,12 +184,12 @@ def code(module: ModuleType) -> str:
     It is that of all Python files of gcbench, its compressors and tasks, by name and contents, and
     of the module's file. Kernels are left out: they give the bytes of the code in Python.
     """
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     folders = [Path(str(importlib.import_module(name).__file__)).parent for name in PACKAGES]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     for path in (*files, Path(str(module.__file__))):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:10]
+        total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()[:10]
 
 
 def provenance() -> dict[str, Any]:
@@ -215,8 +215,8 @@ class Ledger:
 
     def __init__(self, folder: Path, code: str = "") -> None:
         self.path = folder / LEDGER
-        self._found: dict[str, Any] = {}
-        self._made = {"started": now(), "code": code}
+        self._records: dict[str, Any] = {}
+        self._origin = {"started": now(), "code": code}
 
     @contextlib.contextmanager
     def open(self, *, afresh: bool = False) -> Iterator[Ledger]:
@@ -244,36 +244,36 @@ class Ledger:
                     entry = json.loads(line)
                 except ValueError:
                     break  # cut short by a crash
-                self._found[entry["key"]] = entry["record"]
+                self._records[entry["key"]] = entry["record"]
                 whole += len(line)
             file.truncate(whole)
             self._file = file
-            if self._found:  # a ledger without its first line is of a version that wrote none
-                self._made = self._found.get(MADE, {**self._made, "code": ""})
+            if self._records:  # a ledger without its first line is of a version that wrote none
+                self._origin = self._records.get(MADE, {**self._origin, "code": ""})
             yield self
 
     @property
     def started(self) -> str:
         """When the first process began this work, in UTC."""
-        return self._made["started"]
+        return self._origin["started"]
 
     @property
     def code(self) -> str:
         """The digest of the code that began it, "" if it was not told."""
-        return self._made["code"]
+        return self._origin["code"]
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._records
 
     def __getitem__(self, key: str) -> Any:
-        return self._found[key]
+        return self._records[key]
 
     def __setitem__(self, key: str, record: Any) -> None:
         """Keep a record; it is in the file when this returns, or GcbenchError says why not."""
-        if MADE not in self._found:
-            self._found[MADE] = self._made
-            self._write(MADE, self._made)
-        self._found[key] = record
+        if MADE not in self._records:
+            self._records[MADE] = self._origin
+            self._write(MADE, self._origin)
+        self._records[key] = record
         self._write(key, record)
 
     def _write(self, key: str, record: Any) -> None:
@@ -359,8 +359,8 @@ def parse(data: Mapping[str, Any], source: Path) -> Analysis:
     """
     remedy = "run its command again with --json"
     analysis = _checked(data, source, remedy)
-    for table, given in zip(analysis.tables, data["tables"], strict=True):
-        if "rows" not in given:
+    for table, item in zip(analysis.tables, data["tables"], strict=True):
+        if "rows" not in item:
             raise GcbenchError(f"{source}: the table `{table.name}` has no rows; {remedy}")
     return analysis
 
@@ -400,13 +400,13 @@ def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
 
     The first `table.which` columns always stay.
     """
-    made = [
+    every = [
         Column(shown.heading, [cell(row.get(shown.field), shown.scale) for row in rows])
         for shown in table.shown
     ]
     return [
         column
-        for place, column in enumerate(made)
+        for place, column in enumerate(every)
         if place < table.which or any(text != "-" for text in column.cells)
     ]
 
@@ -500,9 +500,9 @@ def _brief(analysis: Analysis, width: int) -> str:
         title = sentence(title, "table", width)
         notes = [sentence(note, "table", width) for note in table.notes if table.brief]
         used = sum(len(text.splitlines()) + 1 for text in (*blocks, title, *notes))
-        made = columns(table, rows)
-        rest = sorted(made[table.which :], key=lambda column: column.heading != VERDICT)
-        shown = fitted(made[: table.which], rest, width, LINES - used - 2)
+        drawn = columns(table, rows)
+        rest = sorted(drawn[table.which :], key=lambda column: column.heading != VERDICT)
+        shown = fitted(drawn[: table.which], rest, width, LINES - used - 2)
         blocks += [title, shown.text, *notes]
         if left := len(table.rows) - shown.rows:
             hidden.insert(0, f"{left} of {len(table.rows)} rows")

@@ -101,9 +101,9 @@ def _fit(
     rest = [column for name, columns in groups.items() if name != "which" for column in columns]
     if not asked.columns:
         rest = _by_importance(rest)
-    made = fitted(which, rest, width, lines, titles)
+    table = fitted(which, rest, width, lines, titles)
     height = 1 + max(column.heading.count("\n") + 1 for column in (*which, *rest))
-    return _Table(made.text, height)
+    return _Table(table.text, height)
 
 
 def _by_importance(columns: Sequence[Column]) -> list[Column]:
@@ -213,7 +213,7 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
     ]
     notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
     if failed := sum(len(row.failed) for row in rows):
-        notes.append(f"{counted(failed, 'run')} diverged, and are in no mean.")
+        notes.append(f"{counted(failed, 'run')} diverged; means leave them out.")
     if changed := sum(bool(row.other_rule) for row in rows):
         notes.append(
             f"{counted(changed, 'row')} applied the update in another way than the source."

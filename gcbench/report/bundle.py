@@ -41,7 +41,7 @@ EPOCH = (1980, 1, 1, 0, 0, 0)
 # ---- writing -------------------------------------------------------------------------------------
 
 
-def write(path: Path, runs: Sequence[Run], given: Sequence[Path]) -> dict[str, int]:
+def write(path: Path, runs: Sequence[Run], paths: Sequence[Path]) -> dict[str, int]:
     """Write a bundle of these runs, and return how many rows, sources and bytes it has.
 
     `given`: files and folders in which sources of plug-ins are looked for, after the files that the
@@ -52,7 +52,7 @@ def write(path: Path, runs: Sequence[Run], given: Sequence[Path]) -> dict[str, i
         GcbenchError: evaluations cannot be read, or the file cannot be written.
     """
     check(path)
-    contents = {f"{SOURCES}{name}": data for name, data in _sources(runs, given).items()}
+    contents = {f"{SOURCES}{name}": data for name, data in _sources(runs, paths).items()}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / ROWS
         rowfiles.write(place, [_row(run) for run in runs])
@@ -87,8 +87,8 @@ def _json(value: Any) -> bytes:
 
 def _row(run: Run) -> dict[str, Any]:
     """Return the row of a run with the keys that its summary has."""
-    kept = run.summary.model_dump()
-    summary = {key: kept[key] for key in kept if key in run.summary.given}
+    every = run.summary.model_dump()
+    summary = {key: every[key] for key in every if key in run.summary.given}
     return rowfiles.row(summary, run.evaluations(), run.suite)
 
 
@@ -96,16 +96,16 @@ def _environment() -> dict[str, Any]:
     """Return versions, machine and installed packages of the machine that writes the bundle."""
     from gcbench.training import configuration
 
-    found = importlib.metadata.distributions()
+    installed = importlib.metadata.distributions()
     return {
         "versions": configuration.versions(),
         "machine": configuration.machine(),
         "commit": configuration.commit(),
-        "packages": sorted({f"{one.name}=={one.version}" for one in found}),
+        "packages": sorted({f"{one.name}=={one.version}" for one in installed}),
     }
 
 
-def _sources(runs: Sequence[Run], given: Sequence[Path]) -> dict[str, bytes]:
+def _sources(runs: Sequence[Run], paths: Sequence[Path]) -> dict[str, bytes]:
     """Return the sources of the runs' plug-ins: their names below `sources/`, and their bytes."""
     wanted: dict[str, str] = {}
     commands: dict[str, None] = {}
@@ -117,24 +117,24 @@ def _sources(runs: Sequence[Run], given: Sequence[Path]) -> dict[str, bytes]:
                 title = f"{kind} {origin.get('distribution') or name}"
                 wanted.setdefault(str(origin["sha256"]), title)
         commands.setdefault(str(run.summary.provenance.get("command") or ""))
-    found: dict[str, bytes] = {}
-    candidates = list(_candidates(commands, wanted.values(), given)) if wanted else []
+    sources: dict[str, bytes] = {}
+    candidates = list(_candidates(commands, wanted.values(), paths)) if wanted else []
     for digest, title in wanted.items():
-        own = next((one for one in candidates if _digest(one) == digest), None)
-        if own is None:
+        match = next((one for one in candidates if _digest(one) == digest), None)
+        if match is None:
             raise UsageError(
                 f"the source of {title} (digest {digest[:10]}) is not found, or was edited since: "
                 "name its file or folder with --source"
             )
-        found |= {f"{digest[:10]}/{name}": data for name, data in own.items()}
-    return found
+        sources |= {f"{digest[:10]}/{name}": data for name, data in match.items()}
+    return sources
 
 
 def _candidates(
-    commands: Iterable[str], titles: Iterable[str], given: Sequence[Path]
+    commands: Iterable[str], titles: Iterable[str], paths: Sequence[Path]
 ) -> Iterator[dict[str, bytes]]:
     """Yield the sources that may be a plug-in's: of a file, or of a package by relative name."""
-    places = [*given]
+    places = [*paths]
     for command in commands:
         with suppress(ValueError):
             for word in shlex.split(command):
@@ -207,15 +207,15 @@ def read(path: Path) -> dict[str, bytes]:
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         raise GcbenchError(f"{path} cannot be read as a bundle ({error}). {remedy}") from None
     if not isinstance(head, dict) or head.get("schema") != SCHEMA:
-        found = head.get("schema") if isinstance(head, dict) else None
-        raise GcbenchError(f"{path}: schema {found!r}, but this gcbench reads {SCHEMA}. {remedy}")
+        schema = head.get("schema") if isinstance(head, dict) else None
+        raise GcbenchError(f"{path}: schema {schema!r}, but this gcbench reads {SCHEMA}. {remedy}")
     files.check_digest(head, f"{path}, {HEAD}", remedy)
     listed = head.get(files.FILES)
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     if listed != digests or ROWS not in digests:
         every = {*digests, *(listed if isinstance(listed, dict) else ()), ROWS}
-        known = listed if isinstance(listed, dict) else {}
-        wrong = sorted(n for n in every if n not in digests or known.get(n) != digests[n])
+        expected = listed if isinstance(listed, dict) else {}
+        wrong = sorted(n for n in every if n not in digests or expected.get(n) != digests[n])
         names = sanitize.printable(", ".join(wrong[:3]))
         raise GcbenchError(f"{path}: {names} missing, added or changed. {remedy}")
     return contents

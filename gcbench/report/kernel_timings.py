@@ -16,7 +16,7 @@ from gcbench.report.rendering import LINES, Column, block, counted, fitted, numb
 
 FORMATS = ("table", "markdown", "json")
 COPIED = 8
-"""Bytes an element that `copy_` of float32 moves: one read and one written."""
+"""Bytes per element that `copy_` of float32 moves: one read and one written."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -89,7 +89,7 @@ def load(path: Path) -> Timings:
             f"{path}: {error.strerror}; `make bench` in a checkout writes results/kernels.json"
         ) from None
     except (ValueError, RecursionError):
-        raise UsageError(f"{path} is no JSON; name a file that `make bench` wrote") from None
+        raise UsageError(f"{path} is not JSON; name a file that `make bench` wrote") from None
     try:
         flat = _flat(document) if "benchmarks" in document else document
         return Timings.model_validate(flat)
@@ -131,20 +131,20 @@ def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
     Raises:
         UsageError: no row is left.
     """
-    kept = list(rows)
+    selected = list(rows)
     for field, text in wanted.items():
         if text is None:
             continue
-        values = {id(row): str(getattr(row, field)) for row in kept}
+        values = {id(row): str(getattr(row, field)) for row in selected}
         left = [
             row
-            for row in kept
+            for row in selected
             if (text in values[id(row)] if field == "op" else values[id(row)].startswith(text))
         ]
         if not left:
             raise unknown(field, text, set(values.values()))
-        kept = left
-    return kept
+        selected = left
+    return selected
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
 NAMES = ("op", "backend")
 NUMBERS = ("median ms", "GB/s", "x copy_", "x eager", "% of floor", "us around")
 NOTE = (
-    "GB/s: of the float32 gradient, 4 bytes an element. x copy_: times as fast as copy_ of the "
+    "GB/s: of the float32 gradient, 4 bytes per element. x copy_: times as fast as copy_ of the "
     "same elements, timed before each round. x eager: times as fast as the same in eager torch, "
     "written as in research code. % of floor: 100 where bytes that must move (each input read and "
     "each output written once) move as fast as those of copy_; more is possible, as copy_ reads "
@@ -189,9 +189,9 @@ def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column
 
 
 def notes(timings: Timings) -> list[str]:
-    """Return two sentences: machine and versions, and what the columns mean."""
-    made = timings.model_dump(include={"machine", "versions", "commit"})
-    return [where({**made, "started": timings.date}) + ".", NOTE]
+    """Return two sentences: machine and versions, and the meaning of the columns."""
+    facts = timings.model_dump(include={"machine", "versions", "commit"})
+    return [where({**facts, "started": timings.date}) + ".", NOTE]
 
 
 def _json(timings: Timings, rows: Sequence[Row]) -> str:
@@ -227,8 +227,8 @@ def _brief(rows: Sequence[Row], width: int) -> str:
         columns = [Column("method", methods)]
         pieces = (name.partition(".") for name in names)
         for part in dict.fromkeys(part for method, _, part in pieces if method in methods):
-            own = [best.get(f"{method}.{part}") for method in methods]
-            columns.append(Column(part.replace("_", "\n"), [_ratio(row) for row in own]))
+            kernels = [best.get(f"{method}.{part}") for method in methods]
+            columns.append(Column(part.replace("_", "\n"), [_ratio(row) for row in kernels]))
     else:
         columns = [Column("op", names), Column("x copy_", [_ratio(best[name]) for name in names])]
         columns.append(Column("median ms", [number(1e3 * best[name].seconds) for name in names]))

@@ -270,8 +270,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     width = shutil.get_terminal_size((100, 24)).columns
     for row in rows:
         rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
-        told = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
-        output.emit(textwrap.fill(told, width, break_long_words=False, break_on_hyphens=False))
+        heading = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
+        output.emit(textwrap.fill(heading, width, break_long_words=False, break_on_hyphens=False))
         for key, value in rest.items():
             line = f"{key.replace('_', ' ')}: {_cell(value)}"
             indent = "    "
@@ -378,13 +378,13 @@ def show_verified(results: Sequence[Any], covered: Sequence[Mapping[str, Any]]) 
     output.emit("\n\n".join(filter(None, blocks)))
 
 
-def show_info(found: Row) -> None:
+def show_info(facts: Row) -> None:
     """Print what `info` found on stdout."""
     for title in ("versions", "machine", "engines"):
         output.emit(title)
-        for key, value in found[title].items():
+        for key, value in facts[title].items():
             output.emit(f"  {key:<14}{_cell(value)}")
     output.emit("backends")
-    for backend in found["backends"]:
+    for backend in facts["backends"]:
         state = "available" if backend["available"] else "missing"
         output.emit(f"  {backend['name']:<14}{state}: {backend['detail']}")

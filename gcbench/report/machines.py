@@ -35,14 +35,14 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, run: Run, paths: Mapping[Path, Path]) -> Place:
         """Return the place of a run; `paths`: what was read -> what the user named."""
-        made = run.summary.provenance
-        machine: Mapping[str, Any] = made.get("machine") or {}
+        provenance = run.summary.provenance
+        machine: Mapping[str, Any] = provenance.get("machine") or {}
         facts = (machine.get("gpu"), machine.get("cpu"), machine.get("isa"))
         cores = f"{machine['cores']} cores" if machine.get("cores") else None
         system = ", ".join(str(fact) for fact in (*facts, cores) if fact) or "unknown"
         above = (named for read, named in paths.items() if run.source.is_relative_to(read))
         path = next(above, run.source)
-        torch = str((made.get("versions") or {}).get("torch", "unknown"))
+        torch = str((provenance.get("versions") or {}).get("torch", "unknown"))
         return cls(system, torch, str(path))
 
 
@@ -70,11 +70,11 @@ def rows(
             "seed that two of them ran. Add rows of the same runs from another machine, such as a "
             "bundle (`gcbench bundle RUNS -o x.zip`)"
         )
-    made = []
+    result = []
     for group in common:
         first = next(iter(group.values()))
         digests = [run.summary.more.get(SHA) for run in group.values()]
-        made.append(
+        result.append(
             {
                 "method": first.summary.compressor_name,
                 "compressor": first.summary.compressor,
@@ -89,7 +89,7 @@ def rows(
                 "same_result": len({run.outcome for run in group.values()}) == 1,
             }
         )
-    return [*places], made
+    return [*places], result
 
 
 def render(runs: Sequence[Run], paths: Mapping[Path, Path], format: str, width: int) -> str:
@@ -98,25 +98,25 @@ def render(runs: Sequence[Run], paths: Mapping[Path, Path], format: str, width: 
     Raises:
         UsageError: see `rows`.
     """
-    places, made = rows(runs, paths)
+    places, common = rows(runs, paths)
     if format == "json":
         return json_text(
-            [{**row, "machines": [_name(places[n - 1]) for n in row["places"]]} for row in made]
+            [{**row, "machines": [_name(places[n - 1]) for n in row["places"]]} for row in common]
         )
     if format == "csv":
-        return csv_text(made)
-    agree = sum(row["agree"] is True for row in made)
-    differ = sum(row["agree"] is False for row in made)
+        return csv_text(common)
+    agree = sum(row["agree"] is True for row in common)
+    differ = sum(row["agree"] is False for row in common)
     answer = (
-        f"{counted(len(made), 'run')} made on more than one of {len(places)} machines: {agree} "
+        f"{counted(len(common), 'run')} made on more than one of {len(places)} machines: {agree} "
         f"with equal final parameters, {differ} with different ones, "
-        f"{len(made) - agree - differ} without a digest."
+        f"{len(common) - agree - differ} without a digest."
     )
     machines = [
         Column("machine", [str(number) for number in range(1, len(places) + 1)]),
         *(Column(name, [getattr(place, name) for place in places]) for name in Place._fields),
     ]
-    table = _per_method(made)
+    table = _per_method(common)
     if format != "table":
         return "\n\n".join(
             [
@@ -139,10 +139,10 @@ def _name(place: Place) -> str:
     return f"{place.system}, torch {place.torch} ({place.path})"
 
 
-def _per_method(made: Sequence[Mapping[str, Any]]) -> list[Column]:
+def _per_method(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Return the counts of each method, those with differences first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in made:
+    for row in rows:
         groups.setdefault(canonical([row["task"], row["method"]]), []).append(row)
     ordered = sorted(groups.values(), key=lambda group: all(row["agree"] for row in group))
     columns: dict[str, list[str]] = {

@@ -33,8 +33,8 @@ MB = 1e6
 
 def ends(values: Iterable[int]) -> str:
     """Return the least and the largest of some counts in words: "3 to 5", or "3" if all are."""
-    found = sorted(values)
-    return " to ".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))
+    counts = sorted(values)
+    return " to ".join(f"{value:,}" for value in dict.fromkeys((counts[0], counts[-1])))
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
@@ -119,10 +119,10 @@ def fitted(
     which, rest = ([c._replace(cells=c.cells[:lines]) for c in some] for some in (which, rest))
     fixed = [_Measured.of(column) for column in which]
     needed = _needed([*fixed, *map(_Measured.of, rest)], len(fixed), wrap=False)
-    own = _needed(fixed, len(fixed), wrap=False)
-    if needed > width and own > (room := max(NAMES * width // 100, width - needed + own)):
+    taken = _needed(fixed, len(fixed), wrap=False)
+    if needed > width and taken > (room := max(NAMES * width // 100, width - needed + taken)):
         widest = max(range(len(fixed)), key=lambda place: fixed[place].width)
-        fixed[widest] = fixed[widest].shortened(max(8, fixed[widest].width - own + room))
+        fixed[widest] = fixed[widest].shortened(max(8, fixed[widest].width - taken + room))
     shown = fixed[:]
     for column in rest:
         measured = _Measured.of(column)
@@ -357,17 +357,21 @@ def latex(
 # ---- a whole answer ------------------------------------------------------------------------------
 
 
-def where(found: Mapping[str, Any]) -> str:
+def where(provenance: Mapping[str, Any]) -> str:
     """Return the machine and the versions of an analysis' or a run's provenance in one line."""
-    machine, known = found.get("machine", {}), found.get("versions", {})
-    commit = found.get("commit")
+    machine, versions = provenance.get("machine", {}), provenance.get("versions", {})
+    commit = provenance.get("commit")
     cpu = machine.get("cpu")
     facts = [
         machine.get("gpu"),
         cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
-        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
+        *(
+            f"{name} {versions[name]}"
+            for name in ("torch", "gcbench", "python")
+            if name in versions
+        ),
         commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
-        str(found.get("started", ""))[:10],
+        str(provenance.get("started", ""))[:10],
     ]
     return ", ".join(fact for fact in facts if fact)
 
@@ -382,8 +386,8 @@ def sentence(text: str, format: str, width: int) -> str:
 def block(title: str, columns: Sequence[Column], which: int, format: str, width: int) -> str:
     """Return a table under its title, a line of text; the first `which` columns name a row."""
     if format == "table":
-        told = sentence(title, format, width)
-        return f"{told}\n\n{terminal(columns[:which], [columns[which:]], width)}"
+        heading = sentence(title, format, width)
+        return f"{heading}\n\n{terminal(columns[:which], [columns[which:]], width)}"
     if format == "markdown":
         return f"**{title}**\n\n{markdown(columns, which)}"
     return f"{latex(columns, which)}\n{sentence(title, format, width)}"

@@ -28,7 +28,7 @@ LEAST_POINTS = 1.0
 
 
 def _place(run: Run) -> dict[str, Any]:
-    """Return what decides in which row of panels a run is drawn."""
+    """Return the settings that assign a run to a row of panels."""
     return {key: run.config.get(key) for key in ("task", "task_options", "workers")}
 
 
@@ -69,7 +69,7 @@ def _quality(
 ) -> list[Mark]:
     """Draw the final metric against payload bytes and return the marks, to be labelled.
 
-    Rows without a finished seed stand at the lower edge.
+    Rows without a finished seed are drawn at the lower edge.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -217,7 +217,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     places: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
-    panels = [rows(part) for part in places.values()]  # labels tell apart what one panel shows
+    panels = [rows(part) for part in places.values()]  # labels are unique within a panel
     panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
@@ -233,8 +233,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             several = max(counts) > 1
             spread = f"mean ± sd, n = {ends(counts)} seeds" if several else "1 seed"
             left.set_title(sanitize.label(title) + f": {spread}", loc="left")
-            told = "training: mean and range of the seeds" if several else "training"
-            right.set_title(told, loc="left")
+            title = "training: mean and range of the seeds" if several else "training"
+            right.set_title(title, loc="left")
             labels.append((left, _quality(left, panel, styles)))
             _curves(right, panel, styles)
         if not any(right.axison for _, right in grid):  # legends alone

@@ -863,7 +863,7 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     assert "wall" in text
     late.runs[0].summary.provenance["times"] = "other work ran beside"
     assert re.search(r"^none .*\b6\.25\b", quiet := render([none, late]), re.MULTILINE)
-    assert late.disowned in quiet
+    assert late.not_quoted in quiet
     none.runs[0].summary.provenance["times"] = "other work ran beside"
     assert "wall" not in render([none, late])
     record = late.record()

@@ -392,14 +392,14 @@ def test_findings_call_nothing_worse_without_an_interval(tmp_path: Path) -> None
     assert "fewest bytes among the rows that are not worse by their interval: y" in found[1]
 
 
-def test_times_that_are_disowned_or_of_two_machines_are_not_shown(tmp_path: Path) -> None:
+def test_times_that_are_not_quoted_or_of_two_machines_are_not_shown(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     write(tmp_path / "a", recorded("none", 0, 0.9), recorded("x", 0, 0.9))
-    disowned = recorded("x", 0, 0.9)
-    disowned["provenance"]["times"] = "other work ran beside"
+    not_quoted = recorded("x", 0, 0.9)
+    not_quoted["provenance"]["times"] = "other work ran beside"
     for rows, shown, reason in (
         ([recorded("x", 0, 0.9)], True, ""),
-        ([disowned], True, "of 1 of 2 rows are left out, as whoever made them says: other work"),
+        ([not_quoted], True, "of 1 of 2 rows are left out for their author's reason: other work"),
         ([recorded("x", 0, 0.9) | {"provenance": {"machine": {"cpu": "b"}}}], False, "2 machines"),
     ):
         folder = tmp_path / str(len(reason))

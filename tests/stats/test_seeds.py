@@ -104,7 +104,7 @@ def test_in_band_tells_no_side_where_the_interval_holds_zero() -> None:
     """Below the band's 0.5 by the mean, but from 0.3 below to 0.1 above seed by seed."""
     runs = frame(none={0: 0.5, 1: 0.5, 2: 0.5}, x={0: 0.2, 1: 0.6, 2: 0.5}, y={0: 0.4, 1: 0.4})
     found = against_none(runs)["in_band"]
-    assert list(found) == ["baseline", "no: not told apart", "no: worse"]
+    assert list(found) == ["baseline", "no: indistinguishable", "no: worse"]
 
 
 def test_the_front_of_each_budget() -> None:
@@ -268,7 +268,7 @@ def test_one_seed_below_the_resolution_has_no_verdict(tmp_path: Path) -> None:
     none = summaries("none", [347, 346])
     runs = load([write(tmp_path, *none, *summaries("x", [344]), *summaries("y", [300]))])
     words = {row.method: row.in_band for row in rows(runs)}
-    assert words["x"] == "no: not told apart"
+    assert words["x"] == "no: indistinguishable"
     assert words["y"] == "no: worse"
 
 

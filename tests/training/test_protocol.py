@@ -204,15 +204,15 @@ def test_a_run_off_its_methods_rule_says_so_and_its_row_is_marked(tmp_path):
     assert shown[name]["other_rule"] == "optimizer=adam, not sgd"
     assert not shown.keys() - {"none", name, free}
     assert all("other_rule" not in shown[other] for other in ("none", free))
-    told = invoke("compare", tmp_path).out
+    told = invoke("compare", tmp_path, "--details").out
     assert "optimizer=adam, not sgd" in told
-    assert "update: with what a row applies" in told
+    assert "update: differs from the method's source" in told
 
     plain = tmp_path / "plain"
     own = invoke("run", *grid[:-1], plain, "--optimizer", "sgd", "--momentum", 0)
     assert own.code == 0
     assert "from its source" not in own.err
-    assert "update: with what" not in invoke("compare", plain).out
+    assert "update: differs" not in invoke("compare", plain, "--details").out
 
 
 def test_no_committed_row_is_marked():
@@ -546,7 +546,7 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Compar
             )
     (tmp_path / "rows.json").write_text(json.dumps(found))
     own = settings.TUNED_KEYS
-    made = compare.rows(load([tmp_path / "rows.json"]), own=own)
+    made = compare.rows(load([tmp_path / "rows.json"]), choices=own)
     tier = [compare.replace(row, tier="t") for row in made]
     return {row.first.compressor_name: row for row in compare.ranked(tier)}
 
@@ -763,7 +763,7 @@ def level_line(axes):
     """Return the points of the line through the tiers' best groups; none without a line."""
     from gcbench.report import tier_plot
 
-    found = [line for line in axes.lines if line.get_label() == tier_plot.TOLD_LINE]
+    found = [line for line in axes.lines if line.get_label() == tier_plot.LEGEND_LINE]
     return [tuple(point) for line in found for point in line.get_xydata()]
 
 
@@ -815,7 +815,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     told = {text.get_text() for text in drawn[0].legends[0].get_texts()}
     assert told == {
         *{"few", "two", "many"},
-        *{tier_plot.TOLD_RING, tier_plot.TOLD_LINE, tier_plot.TOLD_FADED},
+        *{tier_plot.LEGEND_RING, tier_plot.LEGEND_LINE, tier_plot.LEGEND_FADED},
     }
     spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
     assert made["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)
