@@ -164,7 +164,7 @@ def bandwidth(
     from gcbench.profile.bandwidth import settings as setting
 
     if sizes is not None:
-        if any(given is not None for given in (minbytes, maxbytes, factor, step)):
+        if any(flag is not None for flag in (minbytes, maxbytes, factor, step)):
             raise UsageError("--sizes is a list in place of -b, -e, -f and -i: give one of the two")
         wanted = setting.listed(sizes)
     else:
@@ -191,13 +191,13 @@ def bandwidth(
         seed=seed,
     )
     try:
-        found = measuring.run(settings, results, progress.value, force=force)
+        result = measuring.run(settings, results, progress.value, force=force)
     except Interrupted:
         say("\nmeasurements are saved; repeat the command to continue")
         raise
-    if found is None:
+    if result is None:
         return  # worker 0 prints
-    analysis, new = found
+    analysis, new = result
     if not new:
         say("already measured; --force measures again")
     deliver(analysis, results, plot, format_, as_json=json, details=details)

@@ -123,16 +123,16 @@ def bounds(
     done = measure.finished(settings, results)
     if done is not None and not force:
         say(f"{done} is finished; --force does it again")
-        found = measuring.load(done)
+        analysis = measuring.load(done)
     else:
         command = command_line()
-        found = measure.run(
+        analysis = measure.run(
             settings, results, data_dir, progress.value, command=command, force=force
         )
-    deliver(found, results, plot, format_, as_json=json, details=details)
-    if strict and found.failed:
+    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    if strict and analysis.failed:
         say("a theorem's bound is violated; see the verdicts above")
         raise typer.Exit(1)
-    if strict and (left := measure.unjudged(settings, found.table("claims").rows)):
+    if strict and (left := measure.unjudged(settings, analysis.table("claims").rows)):
         say(f"no theorem judged {', '.join(left)}; gcbench verify checks what a method declares")
         raise typer.Exit(1)

@@ -39,6 +39,6 @@ def bundle(
     faults: reader.Faults = []
     with bundling.opened(folders or [RUNS]) as places:
         runs = reader.load(places, partial(watched, progress, "bundle"), faults)
-        made = bundling.write(output, runs, source or ())
-    say(f"wrote {output}: {made['rows']} rows, {made['sources']} sources, {made['bytes']:,} bytes")
+        counts = bundling.write(output, runs, source or ())
+    say(f"wrote {output}: {counts['rows']} rows, {counts['sources']} sources, {counts['bytes']:,} bytes")
     end_with(faults)

@@ -211,14 +211,14 @@ def _load_suite(name: str) -> Suite:
     return suites.load(name)
 
 
-def _conditions(given: Sequence[str]) -> dict[str, list[str]]:
+def _conditions(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each setting in words like workers=2,4.
 
     Raises:
         UsageError: a word has another form, or a setting comes twice.
     """
     conditions: dict[str, list[str]] = {}
-    for word in given:
+    for word in arguments:
         key, equals, values = word.partition("=")
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")

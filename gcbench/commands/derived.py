@@ -89,13 +89,13 @@ def command(study: ModuleType) -> Callable[..., None]:
     if trains := DATA in inspect.signature(study.run).parameters:
         common[DATA] = (DataDir, None)
 
-    def call(**given: Any) -> None:
+    def call(**values: Any) -> None:
         from gcbench.report import analysis as measuring
 
-        options = {name: given.pop(name) for name in common}
+        options = {name: values.pop(name) for name in common}
         for name in lists:
-            given[name] = [item for item in given[name].split(",") if item]
-        settings = make(study.Settings, **given)
+            values[name] = [item for item in values[name].split(",") if item]
+        settings = make(study.Settings, **values)
         result = long_work(
             study.KIND,
             settings,

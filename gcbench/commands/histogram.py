@@ -29,10 +29,10 @@ TRAINED = "Training, where no captures are named"
 
 def _numbers(flag: str, text: str) -> list[float]:
     try:
-        found = [float(word) for word in text.split(",")]
+        values = [float(word) for word in text.split(",")]
     except ValueError:
         raise UsageError(f"{flag} {text!r}: numbers with commas expected") from None
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def histogram(
@@ -66,7 +66,7 @@ def histogram(
     clip: Annotated[
         str, typer.Option(help="TernGrad's clipping factors to measure, in standard deviations.")
     ] = "2.5",
-    kept: Annotated[
+    shares: Annotated[
         str, typer.Option(help="Shares of elements at which FFT and top-k are compared.")
     ] = "0.15,0.01",
     task: Annotated[
@@ -110,11 +110,11 @@ def histogram(
     from gcbench.profile import histogram as measuring
     from gcbench.training import captures as capturing
 
-    clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
+    clips, shares = _numbers("--clip", clip), _numbers("--kept", shares)
     measuring.check(compressor, clips, shares)
     chosen = None if capture is None else capturing.steps(capture)
     if captures:
-        found = capturing.load(captures)
+        loaded = capturing.load(captures)
     else:
         words = {"task": task, "workers": workers or 4, "steps": steps, "batch": batch}
         config = {key: value for key, value in words.items() if value is not None}
@@ -124,12 +124,12 @@ def histogram(
             seeds = [int(word) for word in seed.split(",")]
         except ValueError:
             raise UsageError(f"--seed {seed!r}: whole numbers with commas expected") from None
-        found = measuring.train(
+        loaded = measuring.train(
             config, seeds, chosen, results, data_dir, progress.value, force=force
         )
-    found, number = measuring.select(found, chosen, workers)
+    loaded, number = measuring.select(loaded, chosen, workers)
     analysis = measuring.measure(
-        found,
+        loaded,
         compressor,
         workers=number,
         layers=layers,

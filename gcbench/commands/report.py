@@ -42,9 +42,9 @@ def report(
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
     with bundle.opened(places) as paths:
-        found = page.collect(paths)
+        contents = page.collect(paths)
     beside = [
-        suite_match.beside(suites.load(name), found.runs) for name in dict.fromkeys(suite or ())
+        suite_match.beside(suites.load(name), contents.runs) for name in dict.fromkeys(suite or ())
     ]
     observers: list[showing.Observer] = []
 
@@ -56,18 +56,18 @@ def report(
     page.check(output)
     try:
         text = page.page(
-            found, studies.draw, title=title, target=target, suites=beside, progress=show
+            contents, studies.draw, title=title, target=target, suites=beside, progress=show
         )
     finally:
         for observer in observers:
             observer.close()
     page.write(output, text)
-    timings = sum(len(one.rows) for one in found.timings.values())
-    counts = {"runs": len(found.runs), "analyses": len(found.analyses), "kernel timings": timings}
+    timings = sum(len(one.rows) for one in contents.timings.values())
+    counts = {"runs": len(contents.runs), "analyses": len(contents.analyses), "kernel timings": timings}
     if json:
         rows = {what.replace(" ", "_"): count for what, count in counts.items()}
         print_json({"page": str(output), "bytes": len(text.encode()), **rows})
     else:
-        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        say(f"wrote {output}: {told}")
-    end_with(found.faults)
+        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        say(f"wrote {output}: {summary}")
+    end_with(contents.faults)
