@@ -66,9 +66,7 @@ Shown = Annotated[
         "--progress", metavar="HOW", help="How to show progress: auto, bar, plain or none."
     ),
 ]
-Results = Annotated[
-    Path, typer.Option("--results", help="Folder for the folder of the analysis.")
-]
+Results = Annotated[Path, typer.Option("--results", help="Folder for the folder of the analysis.")]
 
 
 def _drawable(path: Path | None) -> Path | None:

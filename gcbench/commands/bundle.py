@@ -40,5 +40,5 @@ def bundle(
     with bundling.opened(folders or [RUNS]) as places:
         runs = reader.load(places, partial(watched, progress, "bundle"), faults)
         counts = bundling.write(output, runs, source or ())
-    say(f"wrote {output}: {counts['rows']} rows, {counts['sources']} sources, {counts['bytes']:,} bytes")
+    say(f"wrote {output}: {', '.join(f'{count:,} {what}' for what, count in counts.items())}")
     end_with(faults)

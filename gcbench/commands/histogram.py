@@ -27,14 +27,6 @@ from gcbench.core.errors import UsageError
 TRAINED = "Training, where no captures are named"
 
 
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        values = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{flag} {text!r}: numbers with commas expected") from None
-    return list(dict.fromkeys(values))
-
-
 def histogram(
     captures: Annotated[
         list[Path] | None,
@@ -63,12 +55,6 @@ def histogram(
         int | None,
         typer.Option(min=1, help="Workers.", show_default="all captured; 4 in a training"),
     ] = None,
-    clip: Annotated[
-        str, typer.Option(help="TernGrad's clipping factors to measure, in standard deviations.")
-    ] = "2.5",
-    shares: Annotated[
-        str, typer.Option(help="Shares of elements at which FFT and top-k are compared.")
-    ] = "0.15,0.01",
     task: Annotated[
         str, typer.Option(help="Task; see `gcbench list tasks`.", rich_help_panel=TRAINED)
     ] = "digits",
@@ -100,7 +86,7 @@ def histogram(
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
-    """Show what compressors do to real gradients: histograms, errors, and the papers' claims.
+    """Show what compressors do to real gradients: histograms and errors.
 
     Gradients are captured by `gcbench run --capture 0,100,399`, or in a training by this command.
     All methods encode the same gradients, without memory; errors are those of each worker alone,
@@ -110,8 +96,7 @@ def histogram(
     from gcbench.profile import histogram as measuring
     from gcbench.training import captures as capturing
 
-    clips, shares = _numbers("--clip", clip), _numbers("--kept", shares)
-    measuring.check(compressor, clips, shares)
+    measuring.methods_of(compressor)  # before any training
     chosen = None if capture is None else capturing.steps(capture)
     if captures:
         loaded = capturing.load(captures)
@@ -133,8 +118,6 @@ def histogram(
         compressor,
         workers=number,
         layers=layers,
-        clips=clips,
-        kept=shares,
         results=results,
         shown=progress.value,
         command=command,

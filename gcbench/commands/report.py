@@ -63,7 +63,11 @@ def report(
             observer.close()
     page.write(output, text)
     timings = sum(len(one.rows) for one in contents.timings.values())
-    counts = {"runs": len(contents.runs), "analyses": len(contents.analyses), "kernel timings": timings}
+    counts = {
+        "runs": len(contents.runs),
+        "analyses": len(contents.analyses),
+        "kernel timings": timings,
+    }
     if json:
         rows = {what.replace(" ", "_"): count for what, count in counts.items()}
         print_json({"page": str(output), "bytes": len(text.encode()), **rows})

@@ -126,7 +126,10 @@ def fitted(
     shown = fixed[:]
     for column in rest:
         measured = _Measured.of(column)
-        if _needed([*shown, measured], len(fixed), wrap=False) <= width:
+        room = width - _needed(shown, len(fixed), wrap=False) - len(GAP)
+        if measured.width > room >= WORDS and any(" " in cell for cell in column.cells):
+            measured = measured.shortened(room)  # of sentences the beginning is shown
+        if measured.width <= room:
             shown.append(measured)
     head, body = _cells(shown, len(fixed))
     lines -= len(head) + 1
@@ -142,6 +145,8 @@ def fitted(
     return Fitted("\n".join([*head, rule, *texts]), rows)
 
 
+WORDS = 12
+"""Least width of a column whose sentences are shortened in a short table."""
 NAMES = 55
 """Percent of the width that the columns which name a row may take in a short table."""
 

@@ -998,7 +998,7 @@ def test_the_uncompressed_step_alone_is_no_table_of_links(tmp_path, words) -> No
         (["--dense-below", "1000000000"], "leaves no tensor"),
         (["--batch", "0"], "--batch"),
         (["--module", "torch:nothing_there"], "AttributeError"),
-        (["--plot", "x.gif"], "the ending says the format"),
+        (["--plot", "x.gif"], ".png"),
     ],
 )
 def test_wrong_words_are_answered(tmp_path, words, said) -> None:
