@@ -111,5 +111,7 @@ def advise(
         sharded=sharded,
         kernels=kernels,
     )
-    made = long_work(advice.KIND, settings, results, progress, len(chosen), advice.run, force=force)
-    deliver(made, results, plot, format_, as_json=json, details=details)
+    analysis = long_work(
+        advice.KIND, settings, results, progress, len(chosen), advice.run, force=force
+    )
+    deliver(analysis, results, plot, format_, as_json=json, details=details)

@@ -140,8 +140,8 @@ def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
     for option in ctx.command.params:
         name = str(option.name)
         source = ctx.get_parameter_source(name)
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and name not in used | OUTPUT:
+        changes = source is not None and source.name == "COMMANDLINE"
+        if changes and name not in used | OUTPUT:
             raise UsageError(f"{option.opts[0]} has no effect with {mode}; omit it")
 
 
@@ -270,5 +270,5 @@ def predict(
             sharded=sharded,
             kernels=kernels,
         )
-    made = long_work(study.KIND, settings, results, progress, steps, study.run, force=force)
-    deliver(made, results, plot, format_, as_json=json, details=details)
+    analysis = long_work(study.KIND, settings, results, progress, steps, study.run, force=force)
+    deliver(analysis, results, plot, format_, as_json=json, details=details)

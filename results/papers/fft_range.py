@@ -64,9 +64,9 @@ class Settings(Trained):
         Raises:
             UsageError: fields out of range.
         """
-        given: dict[str, Any] = {} if fixed is None else {"low": fixed[0], "high": fixed[1]}
+        bounds: dict[str, Any] = {} if fixed is None else {"low": fixed[0], "high": fixed[1]}
         fields = {"theta": self.theta, "code_bits": self.bits, "mantissa": self.mantissa}
-        return registry.compressor("fft", **fields, **given)
+        return registry.compressor("fft", **fields, **bounds)
 
 
 def kept_values(x: Tensor, segments: Segments, theta: float) -> Tensor:
@@ -102,8 +102,8 @@ def measure(gradients: Gradients, settings: Settings, given: Range) -> Row:
     `given` is the estimated range; `outside` the share of kept values beyond it, `peak` the largest
     kept magnitude.
     """
-    own, fixed = settings.method(), settings.method(given)
-    segments = gradients.segments(own)
+    per_payload, fixed = settings.method(), settings.method(given)
+    segments = gradients.segments(per_payload)
     rows = []
     for rank, bucket in enumerate(gradients.buckets):
         key = Key(gradients.seed, gradients.step, rank)
@@ -111,7 +111,7 @@ def measure(gradients: Gradients, settings: Settings, given: Range) -> Row:
         outside = (values < given[0]) | (values > given[1])
         rows.append(
             (
-                error(bucket, passed(own, bucket, segments, key)),
+                error(bucket, passed(per_payload, bucket, segments, key)),
                 error(bucket, passed(fixed, bucket, segments, key)),
                 float(outside.double().mean()),
                 float(values.abs().max()),

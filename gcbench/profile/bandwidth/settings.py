@@ -131,7 +131,7 @@ def make(
     workers: int | None,
     engine: str | None,
     threads: int | None,
-    **given: Any,
+    **others: Any,
 ) -> Settings:
     """Return validated settings; under torchrun engine and workers are those of its job.
 
@@ -160,7 +160,7 @@ def make(
     limits.check_threads(threads or 1)
     if member is None:
         limits.check_workers(workers, processes=True, cores=configuration.cores())
-    known = methods.all_of(compressors)
+    by_spec = methods.all_of(compressors)
     named = _names(collectives, ("default",))
     if named not in (("default",), ("all",)):
         for name in named:
@@ -173,15 +173,15 @@ def make(
     if YARDSTICK not in chosen:
         chosen = (YARDSTICK, *chosen)
     settings = Settings(
-        compressors=tuple(known),
-        sources=methods.sources(known),
+        compressors=tuple(by_spec),
+        sources=methods.sources(by_spec),
         collectives=named,
         plain=chosen,
         sizes=sizes,
         workers=workers,
         engine=engine,
         threads=threads or max(1, configuration.cores() // here),
-        **given,
+        **others,
     )
     configuration.require_device(settings.device)
     _require_gpus(settings, here)
@@ -211,17 +211,17 @@ def items(settings: Settings) -> tuple[Item, ...]:
     Raises:
         UsageError: no method can be exchanged by any of the given collectives.
     """
-    found = [Item("bound", name, "-") for name in BOUNDS]
-    found += [Item("library", settings.library, name) for name in settings.plain]
+    result = [Item("bound", name, "-") for name in BOUNDS]
+    result += [Item("library", settings.library, name) for name in settings.plain]
     pairs = [(word, name) for word, name, legal in combinations(settings) if legal]
     if not pairs:
         exchange.check_legal(methods.parse(settings.compressors[0]), settings.collectives[0])
-    return (*found, *(Item("exchange", *pair) for pair in pairs))
+    return (*result, *(Item("exchange", *pair) for pair in pairs))
 
 
 def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
     """Return each method with each of the given collectives, and whether that is legal."""
-    found = []
+    result = []
     for spec in settings.compressors:
         legal = methods.parse(spec).legal_collectives()
         match settings.collectives:
@@ -231,8 +231,8 @@ def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
                 wanted = legal
             case named:
                 wanted = named
-        found += [(spec, name, name in legal) for name in wanted]
-    return found
+        result += [(spec, name, name in legal) for name in wanted]
+    return result
 
 
 def plan(settings: Settings) -> Plan:
