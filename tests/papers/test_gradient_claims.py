@@ -57,7 +57,7 @@ def test_heavy_tails_break_the_claim() -> None:
     assert row["length_change"] == pytest.approx(-0.069, abs=0.003)
     assert row["angle"] == pytest.approx(9.3, abs=0.4)
     table, _ = claims.judge({"clipping": [row], "spectra": []})
-    assert [found["inside"] for found in table.rows] == [0, 0, None]
+    assert [result["inside"] for result in table.rows] == [0, 0, None]
     assert table.rows[0]["mean"] == pytest.approx(-100 * float(row["length_change"]))
 
 
@@ -65,7 +65,7 @@ def test_the_claim_holds_for_normal_values() -> None:
     layers = (Layer("w", "fully connected", (512, 512)), Layer("b", "bias", (4096,)))
     rows = claims.clipping(normal(1, layers), 2.5)
     table, _ = claims.judge({"clipping": rows, "spectra": []})
-    assert [(found["inside"], found["n"]) for found in table.rows] == [(1, 1), (1, 1), (None, 1)]
+    assert [(result["inside"], result["n"]) for result in table.rows] == [(1, 1), (1, 1), (None, 1)]
 
 
 def smooth(n: int, correlation: float, seed: int = 0) -> torch.Tensor:
@@ -99,15 +99,15 @@ def test_one_choice_for_the_model_starves_small_layers() -> None:
     x = normal(1, layers).buckets[0]
     x[:20000] *= 1000
     rows = claims.spectra(Gradients(layers, [x]), 0.15)
-    found = {
+    result = {
         (row["scales"], row["layer"]): row["energy_topk"]
         for row in rows
         if row["rival"] == "equal share"
     }
-    assert found["tensor", "a"] == pytest.approx(0.5575, abs=0.02)
-    assert found["tensor", "b"] == pytest.approx(0.5575, abs=0.02)
-    assert found["model", "b"] == 0
-    assert found["model", "a"] == pytest.approx(0.783, abs=0.02)  # rho = .3: rho + 2 tau phi(tau)
+    assert result["tensor", "a"] == pytest.approx(0.5575, abs=0.02)
+    assert result["tensor", "b"] == pytest.approx(0.5575, abs=0.02)
+    assert result["model", "b"] == 0
+    assert result["model", "a"] == pytest.approx(0.783, abs=0.02)  # rho = .3: rho + 2 tau phi(tau)
 
 
 def test_wins_and_medians_are_counted() -> None:
@@ -116,17 +116,17 @@ def test_wins_and_medians_are_counted() -> None:
         named = {"kind": kind, "scales": scales, "kept": 0.15, "rival": "equal share"}
         return {**named, **energy, "bits_fft": 2.0, "bits_topk": 2.2}
 
-    own = [row("bias", "tensor", *pair) for pair in [(0.5, 0.4), (0.2, 0.4), (None, None)]]
+    mine = [row("bias", "tensor", *pair) for pair in [(0.5, 0.4), (0.2, 0.4), (None, None)]]
     model = [row(ALL, "model", 0.5, 0.6), row(ALL, "model", 0.7, 0.6), row(ALL, "model", 0.9, 1.0)]
     small = [row("bias", "model", -90.0, 0.1), row("bias", "model", 0.1, 0.1)]
-    table = claims.spectra_table([*own, *model, *small])
-    found = {(r["setting"], r["kind"]): (r["won"], r["n"], r["energy_fft"]) for r in table.rows}
-    assert found == {
+    table = claims.spectra_table([*mine, *model, *small])
+    result = {(r["setting"], r["kind"]): (r["won"], r["n"], r["energy_fft"]) for r in table.rows}
+    assert result == {
         ("15 % kept of a tensor", "bias"): (1, 2, pytest.approx(0.35)),
         ("15 % kept of a model", ALL): (1, 3, 0.7),
         ("15 % kept of a model", "bias"): (0, 2, pytest.approx(-44.95)),
     }
-    claim = claims._better({"spectra": [*own, *model, *small]})
+    claim = claims._better({"spectra": [*mine, *model, *small]})
     assert claim is not None
     assert (claim["inside"], claim["n"]) == (1, 3)
     assert claim["mean"] == pytest.approx(-100 * 0.1 / 3)
@@ -135,13 +135,13 @@ def test_wins_and_medians_are_counted() -> None:
 
 
 def test_equal_bits_are_nearly_used_up() -> None:
-    for kept in (0.15, 0.01):
+    for remaining in (0.15, 0.01):
         for granularity in claims.GRANULARITIES:
-            found = claims.rivals(kept, granularity, LAYERS)
+            result = claims.rivals(remaining, granularity, LAYERS)
             segments = Segments.of([layer.shape for layer in LAYERS], granularity)
-            bits = {name: codec.bits(method, segments) or 0 for name, (method, _) in found.items()}
+            bits = {name: codec.bits(method, segments) or 0 for name, (method, _) in result.items()}
             assert 0.9 * bits["fft"] < bits["equal bits"] <= bits["fft"]
-            assert found["equal share"][1] == kept
+            assert result["equal share"][1] == remaining
 
 
 def test_layers_of_zeros_count_nowhere() -> None:

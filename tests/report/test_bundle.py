@@ -26,14 +26,14 @@ def with_source(folder: Path, text: str = MINE) -> list[Any]:
     """Return runs of a plug-in whose source is `folder`/mine.py."""
     (folder / "mine.py").write_text(text)
     digest = bundle._digest({"mine.py": text.encode()})
-    made = {
+    result = {
         "commit": "abc",
         "machine": {"cpu": "one"},
         "plugins": {
             "compressor": {"distribution": "file mine.py", "version": "", "sha256": digest}
         },
     }
-    return [summary("mine", seed, 0.9, provenance=made) for seed in range(2)]
+    return [summary("mine", seed, 0.9, provenance=result) for seed in range(2)]
 
 
 @pytest.fixture
@@ -90,11 +90,11 @@ Members = dict[str, bytes]
 
 def archive(members: Members, mode: int = 0) -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as made:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as result:
         for name, data in members.items():
             one = zipfile.ZipInfo(name)
             one.external_attr = mode << 16
-            made.writestr(one, data)
+            result.writestr(one, data)
     return buffer.getvalue()
 
 
@@ -102,10 +102,10 @@ def sealed(members: Members) -> Members:
     """Return the files with a head that lists their digests."""
     import hashlib
 
-    own = {name: data for name, data in members.items() if name != bundle.HEAD}
-    listed = {name: hashlib.sha256(data).hexdigest() for name, data in own.items()}
+    mine = {name: data for name, data in members.items() if name != bundle.HEAD}
+    listed = {name: hashlib.sha256(data).hexdigest() for name, data in mine.items()}
     head = files.sealed({"schema": bundle.SCHEMA, "rows": 1, files.FILES: listed})
-    return {**own, bundle.HEAD: json.dumps(head).encode()}
+    return {**mine, bundle.HEAD: json.dumps(head).encode()}
 
 
 def renamed(name: str) -> Callable[[Members], bytes]:
@@ -171,9 +171,9 @@ def test_a_bad_bundle_is_refused(packed: Path, fault: str, monkeypatch: pytest.M
 
 
 def runs_of(cpu: str, digests: list[str | None], **over: Any) -> list[Any]:
-    made = {"commit": "abc", "machine": {"cpu": cpu}, "versions": {"torch": "2"}}
+    result = {"commit": "abc", "machine": {"cpu": cpu}, "versions": {"torch": "2"}}
     return [
-        {**summary("none", seed, 0.5, provenance=made, **over), "params_sha256": digest}
+        {**summary("none", seed, 0.5, provenance=result, **over), "params_sha256": digest}
         for seed, digest in enumerate(digests)
     ]
 

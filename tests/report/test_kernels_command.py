@@ -29,10 +29,10 @@ MOVED = {
     "topk.encode_feedback": 12,
     "onebit.encode_feedback": 12.125,
 }
-"""Bytes an element, but for positions, values and scales of 1 % and less."""
+"""Bytes per element, except for positions, values and scales of 1 % and less."""
 
 
-def row(**given):
+def row(**options):
     return {
         "op": "ternary_encode",
         "backend": "cpu avx512",
@@ -48,7 +48,7 @@ def row(**given):
         "iqr": 0.001,
         "fastest": 0.009,
         "rounds": 7,
-        **given,
+        **options,
     }
 
 
@@ -175,10 +175,10 @@ def test_markdown(saved):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (None, "No such file or directory; `make bench` in a checkout writes"),
-        ("no", "is no JSON"),
+        ("no", "is not JSON"),
         ("[]", "holds no timings"),
         ('{"benchmarks": []}', "holds no timings of `make bench` (KeyError('machine_info'))"),
         (json.dumps(document(row(seconds=0))), "(rows.0.seconds: Input should be greater than 0)"),
@@ -186,13 +186,13 @@ def test_markdown(saved):
         (json.dumps(document()), "no timings to show"),
     ],
 )
-def test_other_files_are_refused(tmp_path, content, said):
+def test_other_files_are_refused(tmp_path, content, expected):
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)
     result = invoke("kernels", path)
     assert result.code == 2
-    assert said in result.err
+    assert expected in result.err
     assert len(result.err.splitlines()) == 1
 
 

@@ -25,22 +25,22 @@ BELOW = Claim("small", "somebody", 1.0, above=False)
     ],
 )
 def test_the_whole_interval_is_on_one_side_or_nothing_is_told(values, above, below):
-    found = verdicts.over_seeds(values)
-    assert verdicts.judge(ABOVE, found) == above
-    assert verdicts.judge(BELOW, found) == below
+    result = verdicts.over_seeds(values)
+    assert verdicts.judge(ABOVE, result) == above
+    assert verdicts.judge(BELOW, result) == below
 
 
 def test_an_interval_by_hand():
     """Student's t of two degrees of freedom: 4.3027 standard errors."""
-    found = verdicts.over_seeds([1.0, 2.0, 3.0])
-    assert found.mean == 2.0
-    assert found.high - found.mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    result = verdicts.over_seeds([1.0, 2.0, 3.0])
+    assert result.mean == 2.0
+    assert result.high - result.mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
 
 
 def test_a_bracket_takes_the_outer_limits():
-    found = verdicts.bracket([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0])
-    assert (found.low, found.mean, found.high) == (1.0, 2.0, 3.0)
-    assert verdicts.judge(Claim("", "", 2.5, above=True), found) == OPEN
+    result = verdicts.bracket([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0])
+    assert (result.low, result.mean, result.high) == (1.0, 2.0, 3.0)
+    assert verdicts.judge(Claim("", "", 2.5, above=True), result) == OPEN
     wide = verdicts.bracket([0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [math.inf] * 3)
     assert verdicts.judge(Claim("", "", 9.0, above=False), wide) == OPEN
 
@@ -55,8 +55,8 @@ def test_rows_say_what_would_hold_and_sentences_have_the_numbers():
     row = verdicts.row(BELOW, verdicts.over_seeds([0.8, 0.81, 0.79]), method="m")
     assert row["holds_if"] == "at most 1"
     assert row["method"] == "m"
-    (said,) = verdicts.told([row])
-    assert said.startswith("Holds: small (somebody): 0.8 (0.775 to 0.825), n = 3 seeds")
+    (text,) = verdicts.told([row])
+    assert text.startswith("Holds: small (somebody): 0.8 (0.775 to 0.825), n = 3 seeds")
     nothing = verdicts.row(BELOW, verdicts.over_seeds([7.0]))
     assert nothing["low"] is None
     assert "(- to -)" in verdicts.told([nothing])[0]

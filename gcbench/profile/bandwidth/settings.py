@@ -17,8 +17,6 @@ from gcbench.studies import methods
 from gcbench.training import configuration, limits, rank
 
 KIND = "bandwidth"
-MOST_SIZES = 1000
-"""More sizes in a command are probably a mistake."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", re.IGNORECASE)
 
@@ -71,32 +69,6 @@ def size_of(text: str) -> int:
     if not match:
         raise UsageError(f"size {text!r}: give bytes, e.g. 4096, 64K, 16M or 1G")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def sizes_between(least: int, most: int, factor: float | None, step: int | None) -> tuple[int, ...]:
-    """Return the sizes from `least` to `most` bytes, by a factor or by a step, multiples of 4.
-
-    Raises:
-        UsageError: they do not ascend, are below 4 bytes, or are more than `MOST_SIZES`.
-    """
-    if factor is not None and step is not None:
-        raise UsageError("-f and -i exclude each other: give one of them")
-    if not 4 <= least <= most:
-        raise UsageError(f"sizes from {least} to {most} bytes: use 4 <= -b <= -e")
-    if factor is not None and not factor > 1:
-        raise UsageError(f"-f {factor:g}: use a factor above 1")
-    if step is not None and step < 4:
-        raise UsageError(f"-i {step}: use at least 4 bytes, the size of a float")
-    sizes: list[int] = []
-    size = float(least)
-    while size <= most:
-        whole = int(size) // 4 * 4
-        if not sizes or whole > sizes[-1]:
-            sizes.append(whole)
-        size = size + step if step is not None else size * (factor or 8)
-        if len(sizes) > MOST_SIZES:
-            raise UsageError(f"more than {MOST_SIZES} sizes; use a larger -i or -f")
-    return tuple(sizes)
 
 
 def listed(text: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from gcbench.core.compressor import TILE, Compressor
 from gcbench.core.errors import Interrupted, UsageError
 from gcbench.profile.histogram import reconstruction, tables
 from gcbench.profile.histogram.picture import draw
-from gcbench.profile.histogram.reconstruction import ALL, ERRORS, Decoded, Gradients, Sums
+from gcbench.profile.histogram.reconstruction import ALL, Decoded, Gradients, Sums
 from gcbench.profile.histogram.tables import FIGURES, GRADIENT
 from gcbench.report import analysis as measuring
 from gcbench.report.analysis import Analysis, Ledger, Row
@@ -191,7 +191,6 @@ def apply(
         "steps": pooled,
         "layers": layers,
         "bins": [row for i in binned for row in _bins(gradients, decoded, i)],
-        "errors": _errors(gradients, decoded),
     }
 
 
@@ -214,15 +213,6 @@ def _bins(gradients: Gradients, decoded: Decoded, layer: int) -> Iterator[Row]:
     for values, buckets in shown.items():
         for row in reconstruction.histogram(gradients, layer, buckets):
             yield {"layer": gradients.layers[layer].name, "values": values, **row}
-
-
-def _errors(gradients: Gradients, decoded: Decoded) -> list[Row]:
-    alone = reconstruction.error_distribution(gradients, gradients.buckets, decoded.alone)
-    mean = reconstruction.error_distribution(gradients, [gradients.mean], [decoded.averaged])
-    return [
-        {"error": float(error), "share_alone": float(one), "share_averaged": float(all_)}
-        for error, one, all_ in zip(ERRORS, alone, mean, strict=True)
-    ]
 
 
 def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
@@ -293,7 +283,7 @@ def measure(
         provenance=measuring.provenance(),
         tables=[],
     )
-    rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins", "errors")}
+    rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins")}
     watch = progress.observer(shown, KIND, len(loaded) * (len(all_of) + 1))
     with Ledger(results / result.name).open(afresh=force) as ledger:
         try:

@@ -33,8 +33,6 @@ EDGE = 6.0
 """Histograms reach to this multiple of the layer's root mean square on either side."""
 BINS = 121
 """Bins of a histogram; odd, so that one is centred at zero. The outermost include all beyond."""
-ERRORS = np.logspace(-4, 2, 61)
-"""Errors, in units of the layer's root mean square, at which their distribution is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,18 +215,3 @@ def histogram(gradients: Gradients, layer: int, values: Sequence[Tensor]) -> lis
         for left, right, count in zip(edges, edges[1:], counts, strict=False)
         if count
     ]
-
-
-def error_distribution(gradients: Gradients, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
-    """Return the share of elements whose error is at most each of `ERRORS`, float64.
-
-    An error is |x - y| / the root mean square of its layer in `xs`; layers of zeros are left out.
-    """
-    counts, total = np.zeros(len(ERRORS)), 0
-    unit = gradients.rms_of(xs).repeat_interleave(gradients.lengths)
-    live = unit > 0
-    for x, y in zip(xs, ys, strict=True):
-        errors = ((x.double() - y.double()).abs()[live] / unit[live]).sort().values
-        counts += np.searchsorted(errors.numpy(), ERRORS, side="right")
-        total += len(errors)
-    return torch.from_numpy(counts / max(total, 1))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from gcbench.core.values import finite
 from gcbench.profile.histogram.reconstruction import ALL
 from gcbench.report.analysis import Row, Table, shown
 from gcbench.report.rendering import records
-from gcbench.studies import verdicts
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,11 +32,9 @@ def of(rows: Rows, settings: Mapping[str, Any]) -> tuple[list[Table], list[str]]
     whole = [row for row in errors.rows if row["group"] == ALL and row["method"] != GRADIENT]
     tables = [
         errors,
-        _ratios(rows["steps"]),
         Table(name="steps", title="Errors by step", rows=rows["steps"]),
         Table(name="layers", title="Errors by layer and step", rows=rows["layers"]),
         Table(name="bins", title="Histograms", rows=rows["bins"]),
-        Table(name="distributions", title="Distribution of errors", rows=rows["errors"]),
         Table(
             name="brief",
             brief=True,
@@ -150,52 +145,4 @@ def _errors(steps: Sequence[Row], setting: str, workers: int) -> Table:
             "what a payload would save without these layers. n: steps times workers.",
         ],
         rows=records(result),
-    )
-
-
-def _ratios(steps: Sequence[Row]) -> Table:
-    """Return the error of each method divided by that of each other one, over all layers.
-
-    A ratio is the geometric mean over the steps of a seed, then the mean over seeds with limits.
-    Steps in which a method failed, or has no error, are left out.
-    """
-    import numpy as np
-
-    figures = ["relative_error_alone", "relative_error_averaged"]
-    frame = frame_of(steps, ["group", "method", "seed", "step", "failed"], figures)
-    frame = frame[
-        (frame["group"] == ALL) & frame["failed"].isna() & (frame[figures] > 0).all(axis="columns")
-    ]
-    logs = frame.set_index(["seed", "step", "method"])[figures].apply(np.log).unstack("method")
-    result: list[Row] = []
-    for one, other in combinations(frame["method"].unique(), 2):
-        row: Row = {"method": one, "other": other}
-        for figure in figures:
-            pairs = (logs[figure, one] - logs[figure, other]).dropna().groupby("seed").mean()
-            ratio, how = verdicts.geometric([*pairs]), figure.removeprefix("relative_error_")
-            row |= {how: finite(ratio.mean), f"{how}_low": finite(ratio.low)}
-            row |= {f"{how}_high": finite(ratio.high), "n": ratio.n}
-        result.append(row)
-    return Table(
-        name="ratios",
-        title="Errors of one method divided by those of another",
-        which=2,
-        shown=shown(
-            {
-                "method": "method",
-                "other": "divided by",
-                "alone": "alone",
-                "alone_low": "\nlow",
-                "alone_high": "\nhigh",
-                "averaged": "mean",
-                "averaged_low": "\nlow",
-                "averaged_high": "\nhigh",
-                "n": "n",
-            }
-        ),
-        notes=[
-            "Errors of all layers, alone and of the mean over workers; geometric mean over steps. "
-            f"n: seeds. {verdicts.LIMITS}"
-        ],
-        rows=result,
     )
