@@ -134,7 +134,7 @@ def test_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(densities, "_train", trained)
     again = invoke(*words, "--results", tmp_path, "--json")
     assert again.json == result
-    assert f"{folder} is finished; --force does it again" in again.err
+    assert f"{folder} is finished; --force" in again.err
     assert "it trains" in invoke(*words, "--results", tmp_path, "--force").err
     monkeypatch.setattr(measuring, "code", lambda module: "other")
     again = invoke(*words, "--results", tmp_path, "--json")
@@ -172,7 +172,7 @@ def test_what_was_trained_before_a_stop_is_kept_and_dated(tmp_path, monkeypatch)
     done = invoke(*words, "--results", tmp_path, "--json")
     assert seeds == [0, 1, 1]
     assert done.json["provenance"]["started"] == "000"
-    assert "goes on from parts, made by another version of the code; --force" in done.err
+    assert "made by another version of the code; --force" in done.err
     again = invoke(
         *words, "--results", tmp_path, "--json"
     )  # of which a part still is the old one's

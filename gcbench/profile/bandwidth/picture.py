@@ -54,8 +54,8 @@ def draw(analysis: Analysis, path: Path) -> None:
             figure.delaxes(right)
         figure.suptitle(
             f"A float32 gradient among {settings.workers} workers ({settings.engine}, "
-            f"{settings.library}, {settings.threads} thread(s) each): medians of "
-            f"n = {settings.iterations}; each method with its fastest collective"
+            f"{settings.library}, {settings.threads} thread(s) each):\n"
+            f"medians of n = {settings.iterations}; each method with its fastest collective"
         )
         figures.save(figure, path)
 
