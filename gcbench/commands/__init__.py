@@ -5,6 +5,7 @@ Imports nothing slow.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -24,6 +25,8 @@ from gcbench.core.errors import GcbenchError, UsageError
 if TYPE_CHECKING:
     from gcbench.core import progress
     from gcbench.report.analysis import Analysis, Ledger
+
+    Draw = Callable[[Analysis, Path], list[Path] | None]
 
 RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
@@ -131,6 +134,65 @@ def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
     return progress.Delayed(lambda: progress.observer(shown.value, name, steps))
 
 
+class Output(NamedTuple):
+    """Where an analysis is stored and how it is printed: flags of the commands of analyses."""
+
+    results: Results = ANALYSES
+    plot: Plot = None
+    force: Force = False
+    progress: Shown = Progress.auto
+    details: Details = False
+    format_: Formatted = Format.table
+    json: Json = False
+
+    def deliver(self, analysis: Analysis, draw: Draw | None = None) -> None:
+        """Save, print and draw an analysis; see `deliver`."""
+        deliver(
+            analysis,
+            self.results,
+            self.plot,
+            self.format_,
+            as_json=self.json,
+            details=self.details,
+            draw=draw,
+        )
+
+    @classmethod
+    def flags(cls) -> list[inspect.Parameter]:
+        """Return a parameter of a command for each field."""
+        hints = get_type_hints(cls, include_extras=True)
+        return [
+            inspect.Parameter(name, KEYWORD, default=default, annotation=hints[name])
+            for name, default in cls._field_defaults.items()
+        ]
+
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_flags(
+    call: Callable[..., None], flags: Sequence[inspect.Parameter], source: Any
+) -> Callable[..., None]:
+    """Return `call` with these parameters, and the docstring and name of `source`."""
+    call.__doc__ = inspect.getdoc(source)
+    call.__name__ = source.__name__
+    call.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    call.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return call
+
+
+def with_output(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with the flags of `Output`, which the function receives as `out`."""
+
+    def call(**values: Any) -> None:
+        out = Output(**{name: values.pop(name) for name in Output._fields})
+        function(**values, out=out)
+
+    declared = inspect.signature(function, eval_str=True).parameters.values()
+    flags = [flag.replace(kind=KEYWORD) for flag in declared if flag.name != "out"]
+    return with_flags(call, [*flags, *Output.flags()], function)
+
+
 def deliver(
     analysis: Analysis,
     results: Path,
@@ -139,7 +201,7 @@ def deliver(
     *,
     as_json: bool,
     details: bool,
-    draw: Callable[[Analysis, Path], list[Path] | None] | None = None,
+    draw: Draw | None = None,
 ) -> None:
     """Save an analysis, print it, and draw it into its folder and to `plot`."""
     from gcbench.report import analysis as measuring

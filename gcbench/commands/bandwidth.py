@@ -6,20 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    deliver,
-    say,
-)
+from gcbench.commands import Output, say, with_output
 
 S = str | None
 SIZES = "Bytes of the float32 gradient"
@@ -31,7 +18,9 @@ def _opt(*flags: str, text: str, panel: str) -> Any:
     return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
 
 
+@with_output
 def bandwidth(
+    *,
     sizes: Annotated[
         str, typer.Option(help="Sizes; K, M, G are powers of 1024.", rich_help_panel=SIZES)
     ] = "4K,32K,256K,2M,16M",
@@ -123,13 +112,7 @@ def bandwidth(
     seed: Annotated[
         int, typer.Option(help="Seed of the methods' random numbers.", rich_help_panel=WHERE)
     ] = 0,
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    out: Output,
 ) -> None:
     """Time collectives, plain and compressed, and check every result; exit code 1 if one is wrong.
 
@@ -157,7 +140,7 @@ def bandwidth(
         seed=seed,
     )
     try:
-        result = measuring.run(settings, results, progress.value, force=force)
+        result = measuring.run(settings, out.results, out.progress.value, force=out.force)
     except Interrupted:
         say("\nmeasurements are saved; repeat the command to continue")
         raise
@@ -166,6 +149,6 @@ def bandwidth(
     analysis, new = result
     if not new:
         say("already measured; --force measures again")
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(analysis)
     if analysis.failed:
         raise typer.Exit(1)

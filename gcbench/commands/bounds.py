@@ -6,22 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    DataDir,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    command_line,
-    deliver,
-    say,
-)
+from gcbench.commands import DataDir, Output, command_line, say, with_output
 
 TRAIN = "The training whose gradients are observed"
 LOOK = "What is tested"
@@ -31,7 +16,9 @@ def _opt(text: str, panel: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, **more)
 
 
+@with_output
 def bounds(
+    *,
     claims: Annotated[
         str, _opt("Only claims whose names match, e.g. 'sign*' or '*/topk'.", LOOK)
     ] = "*",
@@ -73,13 +60,7 @@ def bounds(
         ),
     ] = False,
     data_dir: DataDir = None,
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    out: Output,
 ) -> None:
     """Put the papers' theorems, and what methods declare of themselves, to the test.
 
@@ -120,16 +101,16 @@ def bounds(
         claims=claims,
         quadratic_only=quadratic_only,
     )
-    done = measure.finished(settings, results)
-    if done is not None and not force:
+    done = measure.finished(settings, out.results)
+    if done is not None and not out.force:
         say(f"{done} is finished; --force does it again")
         analysis = measuring.load(done)
     else:
         command = command_line()
         analysis = measure.run(
-            settings, results, data_dir, progress.value, command=command, force=force
+            settings, out.results, data_dir, out.progress.value, command=command, force=out.force
         )
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(analysis)
     if strict and analysis.failed:
         say("a theorem's bound is violated; see the verdicts above")
         raise typer.Exit(1)

@@ -7,27 +7,15 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    DataDir,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    command_line,
-    deliver,
-)
+from gcbench.commands import DataDir, Output, command_line, with_output
 from gcbench.core.errors import UsageError
 
 TRAINED = "Training, where no captures are named"
 
 
+@with_output
 def histogram(
+    *,
     captures: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -78,13 +66,7 @@ def histogram(
         str, typer.Option(help="Seeds, e.g. 0,1,2: a training each.", rich_help_panel=TRAINED)
     ] = "0",
     data_dir: DataDir = None,
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    out: Output,
 ) -> None:
     """Show what compressors do to real gradients: histograms and errors.
 
@@ -110,7 +92,7 @@ def histogram(
         except ValueError:
             raise UsageError(f"--seed {seed!r}: whole numbers with commas expected") from None
         loaded = measuring.train(
-            config, seeds, chosen, results, data_dir, progress.value, force=force
+            config, seeds, chosen, out.results, data_dir, out.progress.value, force=out.force
         )
     loaded, number = measuring.select(loaded, chosen, workers)
     analysis = measuring.measure(
@@ -118,9 +100,9 @@ def histogram(
         compressor,
         workers=number,
         layers=layers,
-        results=results,
-        shown=progress.value,
+        results=out.results,
+        shown=out.progress.value,
         command=command,
-        force=force,
+        force=out.force,
     )
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(analysis)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from gcbench.commands import RUNS, SUITE, DataDir, Json, Progress, Shown, completed, say
+from gcbench.commands import RUNS, SUITE, DataDir, Json, Progress, Shown, completed, say, with_flags
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.results.settings import COMPARED, SET_FLAGS, TRAINING, Settings
@@ -73,12 +73,7 @@ def derived(function: Callable[..., None]) -> Callable[..., None]:
 
     first = [one for one in others if one.name in ("suite", "network")]
     rest = [one for one in others if one not in first]
-    parameters = [*first, *flags_by_name.values(), *rest]
-    call.__doc__ = inspect.getdoc(function)
-    call.__name__ = function.__name__
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
-    return call
+    return with_flags(call, [*first, *flags_by_name.values(), *rest], function)
 
 
 @derived

@@ -96,19 +96,19 @@ def estimate(steps: Sequence[Gradients], settings: Settings) -> Range:
     return low, high
 
 
-def measure(gradients: Gradients, settings: Settings, given: Range) -> Row:
+def measure(gradients: Gradients, settings: Settings, estimate: Range) -> Row:
     """Return the errors with both ranges at one step, means over the workers.
 
-    `given` is the estimated range; `outside` the share of kept values beyond it, `peak` the largest
-    kept magnitude.
+    `estimate`: the estimated range; `outside`: the share of kept values beyond it; `peak`: the
+    largest kept magnitude.
     """
-    per_payload, fixed = settings.method(), settings.method(given)
+    per_payload, fixed = settings.method(), settings.method(estimate)
     segments = gradients.segments(per_payload)
     rows = []
     for rank, bucket in enumerate(gradients.buckets):
         key = Key(gradients.seed, gradients.step, rank)
         values = kept_values(bucket, segments, settings.theta)
-        outside = (values < given[0]) | (values > given[1])
+        outside = (values < estimate[0]) | (values > estimate[1])
         rows.append(
             (
                 error(bucket, passed(per_payload, bucket, segments, key)),

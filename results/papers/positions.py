@@ -67,7 +67,7 @@ def entropy_bits(n: int, k: int) -> float:
 def packed_bits(positions: torch.Tensor, n: int, coding: str) -> int:
     """Return the bits of packed positions, after checking that unpacking restores them.
 
-    `kept`: positions from 0 to n - 1, int64, shape (K,), increasing.
+    `positions`: from 0 to n - 1, int64, shape (K,), increasing.
 
     Raises:
         GcbenchError: unpacking returns other positions.
