@@ -41,14 +41,18 @@ def list_(
     json: Json = False,
 ) -> None:
     """List compressors, memories, tasks, suites, backends, analyses, or the words of the tables."""
+    from gcbench import studies
     from gcbench.report import listings
 
+    analyses = kind is Kind.analyses
+    rows = studies.listed if analyses else listings.ROWS[kind.value]
     if json:
-        print_json(listings.ROWS[kind.value]())
+        print_json(rows())
     elif details:
-        listings.show(listings.ROWS[kind.value]())
+        listings.show(rows())
     else:
-        listings.show_titles(kind.value)
+        titles = studies.listed() if analyses else listings.titles(kind.value)
+        listings.show_titles(kind.value, titles)
 
 
 def info(json: Json = False) -> None:

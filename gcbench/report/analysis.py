@@ -1,9 +1,9 @@
-"""What an analysis leaves: tables with their provenance, on disk as JSON and Parquet, and as text.
+"""The result of an analysis: tables with provenance, stored as JSON and Parquet, or as text.
 
-A folder `results/analyses/<kind>-<hash of the settings>/` holds `analysis.json` (everything but the
-rows), and for each table `<table>.json` and `<table>.parquet`: tidy rows, one observation a row, in
-plain units (seconds, bytes, fractions). Long work leaves `ledger.jsonl` while it goes on. One file
-may hold it all, as `--json` prints it, with some tables left out.
+A folder `results/analyses/<kind>-<hash of the settings>/` holds `analysis.json` (everything except
+rows), and for each table `<table>.json` and `<table>.parquet`: tidy rows, one observation each, in
+plain units (seconds, bytes, fractions). Unfinished work is in `ledger.jsonl`. `--json` prints all
+of it as one document, which may leave tables out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORMATS = ("table", "markdown", "csv", "json", "latex")
 HEAD = "analysis.json"
 LEDGER = "ledger.jsonl"
 PACKAGES = ("gcbench", "compressors", "tasks")
-"""What the digest of the code is taken of."""
+"""Packages in the digest of the code."""
 MADE = "made"
 """The key of the ledger's first line."""
 
@@ -57,7 +57,7 @@ Row = dict[str, Value]
 
 
 class MissingTableError(GcbenchError):
-    """The file of an analysis leaves out a table that is needed."""
+    """The file of an analysis does not contain a required table."""
 
 
 class Shown(BaseModel):
@@ -82,9 +82,9 @@ def shown(columns: Mapping[str, str | tuple[str, float]]) -> list[Shown]:
 
 
 class Table(BaseModel):
-    """Tidy rows, and how a reader sees them.
+    """Tidy rows and their presentation.
 
-    Numbers in the rows are finite, or None; what failed says so in a text field of its row.
+    Numbers in the rows are finite or None; a failure is described in a text field of its row.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -92,11 +92,11 @@ class Table(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     title: str
     shown: list[Shown] = []
-    """Columns in order. Without any, the table is not printed: pictures and programs read it."""
+    """Columns in order. A table without any is not printed; pictures and programs read it."""
     which: int = 1
-    """The first columns, which say what a row is; they are aligned to the left."""
+    """Number of first columns, which name a row and are aligned to the left."""
     by: str | None = None
-    """A field whose values each get a table of their own in the text."""
+    """A field with one printed table for each of its values."""
     brief: bool = False
     """Whether the short text shows this table, in place of the others."""
     notes: list[str] = []
@@ -111,14 +111,14 @@ class Analysis(BaseModel):
     version: int = SCHEMA
     kind: str
     settings: dict[str, Any]
-    """What decides the result; its hash is in the folder's name."""
+    """Everything that determines the result; its hash is in the folder's name."""
     command: str
-    """The command line that makes it again."""
+    """The command line that repeats it."""
     provenance: dict[str, Any]
     answer: list[str] = []
-    """Sentences that stand before all tables: what the user asked."""
+    """Sentences before all tables, which answer the user's question."""
     conclusions: list[str] = []
-    """Sentences that the numbers of this analysis support."""
+    """Sentences after the tables."""
     tables: list[Table]
     failed: bool = False
     """Whether a claim that was checked does not hold."""
@@ -162,7 +162,7 @@ class Analysis(BaseModel):
             if table.name == name:
                 return table
         raise MissingTableError(
-            f"{self.name}: the table `{name}` is left out of its file; make it again with: "
+            f"{self.name}: the table `{name}` is not in its file; repeat the analysis with: "
             f"{self.command}"
         )
 
@@ -181,8 +181,8 @@ def now() -> str:
 def code(module: ModuleType) -> str:
     """Return the first ten hex digits of the SHA-256 of this package's code and of a module's.
 
-    It is that of all Python files of gcbench, its compressors and tasks, by name and contents, and
-    of the module's file. Kernels are left out: they give the bytes of the code in Python.
+    It covers the names and contents of all Python files of gcbench, its compressors and tasks, and
+    the module's file. Kernels are left out: they give the same bytes as the Python code.
     """
     total = hashlib.sha256()
     folders = [Path(str(importlib.import_module(name).__file__)).parent for name in PACKAGES]
@@ -193,7 +193,7 @@ def code(module: ModuleType) -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Return when, where and with what an analysis is made."""
+    """Return time, commit, versions and machine of an analysis."""
     return {
         "started": now(),
         "commit": configuration.commit(),
@@ -206,11 +206,11 @@ def provenance() -> dict[str, Any]:
 
 
 class Ledger:
-    """Results of long work as they come: what an interrupted command has made is not made again.
+    """Finished parts of long work, so that a repeated command continues an interrupted one.
 
-    A record is a JSON object under a key, and a line of the file. If the process crashes, no record
-    is lost; if the machine does, those of the last seconds may be, as the file is not synced. The
-    first line tells when the work was begun, and by which code.
+    A record is a JSON object under a key, one line of the file. A crash of the process loses no
+    record; a crash of the machine may lose the last seconds, because the file is not synced. The
+    first line has the start time and the digest of the code.
     """
 
     def __init__(self, folder: Path, code: str = "") -> None:
@@ -220,7 +220,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def open(self, *, afresh: bool = False) -> Iterator[Ledger]:
-        """Hold the ledger for this process; `afresh` forgets what is there.
+        """Lock the ledger for this process; `afresh` deletes its records.
 
         Raises:
             GcbenchError: another process has it, or the folder cannot be written.
@@ -254,12 +254,12 @@ class Ledger:
 
     @property
     def started(self) -> str:
-        """When the first process began this work, in UTC."""
+        """The start time of this work, in UTC."""
         return self._origin["started"]
 
     @property
     def code(self) -> str:
-        """The digest of the code that began it, "" if it was not told."""
+        """The digest of the code that began it, "" if unknown."""
         return self._origin["code"]
 
     def __contains__(self, key: str) -> bool:
@@ -269,7 +269,7 @@ class Ledger:
         return self._records[key]
 
     def __setitem__(self, key: str, record: Any) -> None:
-        """Keep a record; it is in the file when this returns, or GcbenchError says why not."""
+        """Store a record in the file, or raise GcbenchError."""
         if MADE not in self._records:
             self._records[MADE] = self._origin
             self._write(MADE, self._origin)
@@ -319,7 +319,7 @@ def _lines(rows: Sequence[Row]) -> str:
 
 
 def finished(folder: Path) -> bool:
-    """Return whether an analysis is there, and none that was begun again after it."""
+    """Return whether a folder has an analysis that no later command began to repeat."""
     begun = folder / LEDGER
     return (folder / HEAD).exists() and not (begun.exists() and begun.stat().st_size)
 
@@ -328,7 +328,7 @@ def load(folder: Path) -> Analysis:
     """Read what `save` wrote.
 
     Raises:
-        UsageError: no analysis is there.
+        UsageError: there is none.
         GcbenchError: it is damaged, or of another schema.
     """
     path = folder / HEAD
@@ -383,7 +383,7 @@ def _checked(data: Any, source: Path, remedy: str) -> Analysis:
 
 
 def cell(value: Value, scale: float = 1.0) -> str:
-    """Return a value as a reader sees it, "-" where there is none."""
+    """Return a value as text, "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -396,7 +396,7 @@ def cell(value: Value, scale: float = 1.0) -> str:
 
 
 def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that show these rows of a table; those without a value are left out.
+    """Return the printed columns of these rows; columns without any value are left out.
 
     The first `table.which` columns always stay.
     """
@@ -412,7 +412,7 @@ def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
 
 
 def parts(analysis: Analysis, *, brief: bool = False) -> Iterator[tuple[Table, str, list[Row]]]:
-    """Yield the tables of the short or of the full text as (table, title, rows).
+    """Yield the printed tables of the short or of the full text as (table, title, rows).
 
     Tables without columns or rows are left out.
     """

@@ -1,7 +1,7 @@
-"""Rows of a comparison: one of each configuration, with its label, its baseline and its statistics.
+"""Rows of a comparison: one per configuration, with label, baseline and statistics over seeds.
 
-`reader.load` reads runs, `rows` makes rows of them, with the statistics over seeds that
-`gcbench.stats.seeds` computes, and `gcbench.report.tables.render` prints them.
+`reader.load` reads runs, `rows` makes rows with the statistics of `gcbench.stats.seeds`, and
+`gcbench.report.tables` and `brief` print them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One configuration: all of its seeds. Bytes are per worker and step, times in seconds.
+    """One configuration over its seeds. Bytes are per worker and step, times in seconds.
 
-    What stands below `metric` is of the columns that `seeds` makes and explains; None: not known.
+    Statistics are columns of `gcbench.stats.seeds`, which explains them; None means unknown.
     """
 
     method: str
@@ -59,7 +59,7 @@ class ComparisonRow:
     sd: float | None
     half_interval: float
     examples: float | None
-    """Examples of the test set, as recorded or as the accuracies show; None where not known."""
+    """Size of the test set, recorded or derived from the accuracies; None if unknown."""
     n: int
     difference: float | None
     difference_sd: float | None
@@ -71,12 +71,12 @@ class ComparisonRow:
     faster: bool
     """Whether the target was met in fewer steps than uncompressed, interval included."""
     tuned: tuple[str, ...]
-    """The keys of TUNED_KEYS in which the baseline differs, where none has equal ones."""
+    """The keys of TUNED_KEYS in which the baseline differs, if no baseline has equal ones."""
     on_front: bool
     target: float | None
-    """The metric that was asked for, if one was."""
+    """The requested metric, if any."""
     target_reached: int
-    """How many runs met it, of `target_runs` with evaluations."""
+    """Number of runs that met it, of `target_runs` with evaluations."""
     target_runs: int
     target_step: float | None
     target_payload_bytes: float | None
@@ -95,24 +95,24 @@ class ComparisonRow:
     payload_ratio_down: float | None
     test_top5: float | None
     payload_bytes_step: float | None
-    """Encoded, up and down together, of the runs that ended; None where none did."""
+    """Encoded, up and down together, of finished runs; None without any."""
     wire_bytes_step: float | None
-    """Over the network."""
+    """Bytes on the network."""
     communicate_modelled_seconds: float | None
-    """Communication as modelled from a link; None where it was measured or is not known."""
+    """Communication as modelled from a link; None if measured or unknown."""
     step_seconds: float | None
     skipped_steps: int
     """Steps that were skipped for a non-finite gradient, all seeds together."""
     published: Published | None = None
-    """What a paper says of this run, where the rows are those of a suite."""
+    """The published result of this run, for rows of a suite."""
     tier: str | None = None
-    """The tier of equal bits to which a suite counts the row, by its measured bits."""
+    """The suite's tier of the row, by its measured bits."""
     rank: str | None = None
-    """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
+    """Possible places in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
     beaten: bool = False
-    """Whether a row of the tier with no more payload bytes is better, by the intervals of ranks."""
+    """Whether a row of the tier is better with no more payload bytes, by the ranks' intervals."""
     as_published: ComparisonRow | None = None
-    """The row with the settings of the method's source, where a suite's trials chose others."""
+    """The row with the settings of the method's source, if a suite's trials chose others."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
 
@@ -126,12 +126,12 @@ class ComparisonRow:
 
     @property
     def first(self) -> Summary:
-        """The summary of the first seed, for what is equal in all of them."""
+        """The summary of the first seed, for fields that all seeds share."""
         return self.runs[0].summary
 
     @property
     def place(self) -> str:
-        """The context in words, "" without one."""
+        """The context as text, "" without one."""
         return " ".join(f"{key}={text(value)}" for key, value in self.context.items())
 
     @property
@@ -141,7 +141,7 @@ class ComparisonRow:
 
     @property
     def may_be_best(self) -> bool:
-        """Whether the first place of its tier is among those that it may have."""
+        """Whether the first place of its tier is among its possible places."""
         return self.rank is not None and self.rank.partition("-")[0] == "1"
 
     @property
@@ -158,14 +158,14 @@ class ComparisonRow:
 
     @property
     def link(self) -> Modelled | None:
-        """The link from which communication was modelled; None where it was not."""
+        """The link from which communication was modelled; None if it was measured."""
         links = [run.summary.communicate_modelled for run in self.runs]
         modelled = self.communicate_modelled_seconds is not None
         return next(filter(None, links)) if modelled else None
 
     @property
     def beyond_published(self) -> float | None:
-        """Mean accuracy, or loss, minus the published one; None where either is not known."""
+        """Mean accuracy, or loss, minus the published one; None if either is unknown."""
         if self.published is None:
             return None
         accuracy = self.metric == "accuracy"
@@ -179,7 +179,7 @@ class ComparisonRow:
 
     @cached_property
     def other_rule(self) -> str:
-        """In which settings the update is not applied as the method declares; "" if it is."""
+        """The settings in which the update differs from the method's declaration; "" if none."""
         difference = update_rule.other(
             {**self.first.config, "compressor": self.first.compressor_name}
         )
@@ -191,7 +191,7 @@ class ComparisonRow:
         return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
 
     def record(self) -> dict[str, Any]:
-        """Return the row as raw numbers: fractions, bytes, seconds. None where not known."""
+        """Return the row as raw numbers: fractions, bytes, seconds. None if unknown."""
         first = self.first
         named = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "params")
         return {
@@ -222,7 +222,7 @@ class ComparisonRow:
         }
 
     def _published(self) -> dict[str, Any]:
-        """Return what a suite adds to the record."""
+        """Return the fields that a suite adds to the record."""
         if self.published is None:
             return {}
         return {
@@ -257,7 +257,7 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class Label(NamedTuple):
-    """A name that the user gives to rows: of a method, with some settings."""
+    """The user's name for the rows of a method with some settings."""
 
     name: str
     method: str
@@ -290,7 +290,7 @@ class Label(NamedTuple):
 
 
 def _labels(runs: Sequence[Run], choices: frozenset[str], names: Sequence[Label]) -> list[str]:
-    """Return a short label for each row, of which a run is given; equal only for equal methods."""
+    """Return a short label for each row, given one of its runs; equal only for equal methods."""
     configs = [run.config for run in runs]
     varying = frozenset(_varying(configs))
     matches = [next((one for one in names if one.fits(run)), None) for run in runs]
@@ -341,10 +341,10 @@ def _labels(runs: Sequence[Run], choices: frozenset[str], names: Sequence[Label]
 def _tags(
     config: Mapping[str, Any], varying: frozenset[str], shown: Mapping[str, str]
 ) -> list[str]:
-    """Return the settings that a label names in brackets; `known` are in the label already.
+    """Return the settings in the brackets of a label, without those `shown` already.
 
-    These are settings of the method that are not its defaults, and those of the place in which the
-    rows of the table differ.
+    These are the method's settings with other values than its defaults, and settings of the place
+    that differ among the rows.
     """
     bare, pairs = [], []
     for key, role in DECLARED.roles.items():
@@ -367,11 +367,11 @@ _IN_WORDS = frozenset(
         *("dense_last", "dense_below"),
     }
 )
-"""Settings of a method that are in the first part of its label."""
+"""Settings of a method in the first part of its label."""
 
 
 def _is_changed(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a setting has another value than a run with this method has by default."""
+    """Return whether a setting differs from the method's default."""
     value = config.get(key)
     method = declared.of_method(config)
     usual = DECLARED.defaults[key] if method is None else method.default(key)
@@ -379,9 +379,9 @@ def _is_changed(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[str]:
-    """Return the memory of a row, and its fields, where they are not what the method declares.
+    """Return the memory of a row and its fields, if they differ from the method's declaration.
 
-    They are shown, too, where the rows of the method differ in them.
+    They are also shown if they differ among the rows of the method.
     """
     memory, options = config.get("memory"), config.get("memory_options") or {}
     method = declared.of_method(config)
@@ -400,7 +400,7 @@ def _budget(run: Run, choices: frozenset[str] = frozenset()) -> dict[str, Any]:
 
 
 class _Baselines:
-    """The uncompressed configurations, by the settings in which a row must agree with them."""
+    """The uncompressed configurations, by the settings that they share with their rows."""
 
     def __init__(
         self,
@@ -459,7 +459,7 @@ class _Baselines:
 
 
 def order(value: Any) -> tuple[int, float, str]:
-    """Return what sorts the values of a setting: numbers by size, then all else as text."""
+    """Return a sort key for the values of a setting: numbers by size, then other values as text."""
     if isinstance(value, (int, float)):
         return 0, float(value), ""
     return 1, 0.0, canonical(value)
@@ -576,7 +576,7 @@ def _row(
     target: float | None,
     columns: Mapping[str, Any],
 ) -> ComparisonRow:
-    """Return the row of these runs; `known` are the columns of its configuration."""
+    """Return the row of these runs; `columns` are those of its configuration."""
     phases = dict.fromkeys([*PHASES, *(name for run in runs for name in run.summary.phase_seconds)])
     return ComparisonRow(
         runs=tuple(runs),
@@ -637,7 +637,7 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 class Asked(NamedTuple):
-    """What a comparison is to show, as the command line has it."""
+    """The options of a comparison, as given on the command line."""
 
     conditions: Mapping[str, Sequence[str]]
     """Setting -> the values allowed."""
@@ -660,7 +660,7 @@ def chosen(
     complete: Callable[[list[ComparisonRow]], list[ComparisonRow]] = list,
     preferred: frozenset[str] = frozenset(),
 ) -> list[ComparisonRow]:
-    """Return the rows that were asked for; `choices` and `preferred` as for `rows`.
+    """Return the requested rows; `choices` and `preferred` as for `rows`.
 
     `complete` adds to all rows, before any is left out, what it takes all of them to know.
 
@@ -698,7 +698,7 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Return what a run can be chosen by: its config, and the fields of its method and task."""
+    """Return the settings for conditions: config, and the fields of method and task."""
     nested = ("options", "task_options", "memory_options")
     options = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
     config = {key: value for key, value in run.config.items() if key not in nested}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gcbench import ops, studies
+from gcbench import ops
 from gcbench.core import output, registry
 from gcbench.core.errors import GcbenchError
 from gcbench.report import glossary
@@ -162,7 +162,6 @@ ROWS: Mapping[str, Callable[[], list[Row]]] = {
     "suites": suites,
     "backends": backends,
     "words": glossary.rows,
-    "analyses": studies.listed,
 }
 
 
@@ -287,9 +286,9 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def show_titles(kind: str) -> None:
-    """Print the entries of a kind on stdout, a line each, or their names where they are many."""
-    rows, width = titles(kind), _width()
+def show_titles(kind: str, rows: Sequence[Row]) -> None:
+    """Print `titles` on stdout, a line each, or the names alone where they are many."""
+    width = _width()
     more = f"Everything about each: gcbench list {kind} --details."
     if len(rows) <= LINES - 2:
         longest = max((len(row["name"]) for row in rows), default=0)
