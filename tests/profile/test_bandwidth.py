@@ -364,7 +364,7 @@ def test_the_command_makes_the_same_settings_again(monkeypatch):
         again = shlex.split(settings.command(asked[-1]))
         assert invoke(*again[1:]).code == 0
         assert asked[-1] == asked[-2]
-    assert asked[-1].sizes == tuple(2**k for k in range(12, 21))
+    assert asked[-1].sizes == (2**12, 2**13, 2**20)
     assert asked[-1].plain == ("all_reduce", "all_gather")
 
 
@@ -509,7 +509,7 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(picture.figures, "save", lambda figure, path: drawn.append(figure))
     studies.draw(saved, tmp_path / "x.svg")
-    left, middle, right = drawn[0].axes
+    left, right = drawn[0].axes
     rows = table(two, "transfers")
     names = picture.fastest(rows)
     assert {name.split(",")[0] for name in names} == set(METHODS.split(","))
@@ -517,13 +517,10 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     assert set(lines) == {*PLAIN, *BOUNDS, "fastest exchange"}
     memcpy = [row["algbw"] / 1e9 for row in rows if row["method"] == "memcpy"]
     assert list(lines["memcpy"].get_ydata()) == pytest.approx(memcpy)
-    assert [text.get_text() for text in middle.get_yticklabels()] == names
-    assert len(middle.texts) == 2 * len(names)
+    assert [text.get_text() for text in right.get_yticklabels()] == names
+    assert len(right.texts) == 2 * len(names)
     last = {picture._name(row): row for row in rows if row["size"] == 40004}
-    assert middle.texts[1].get_text() == f"{last[names[0]]['speed']:.2g}"
-    assert len(right.patches) == 4 * len(names)
-    mine = next(r for r in table(two, "phases")[::-1] if picture._name(r) == names[0])
-    assert right.patches[2].get_width() == pytest.approx(1e3 * mine["communicate"])
+    assert right.texts[1].get_text() == f"{last[names[0]]['speed']:.2g}"
     monkeypatch.undo()
     for ending in figures.ENDINGS:
         studies.draw(saved, tmp_path / f"x{ending}")
@@ -694,7 +691,7 @@ def records(folder: Path) -> list[str]:
 
 
 def test_kills_and_ctrl_c_keep_what_is_measured_and_leave_no_process(tmp_path):
-    words = ("bandwidth", "--sizes", "4K,64K", "-n", 120, "-w", 0, "--compressor", "none,topk")
+    words = ("bandwidth", "--sizes", "4K,64K", "-n", 60, "-w", 0, "--compressor", "none,topk")
     command = (*words, "--plain", "all_reduce", "--results", tmp_path, "--json")
     for sign, reached in ((signal.SIGKILL, 2), (signal.SIGINT, 5)):
         process = start(*command)

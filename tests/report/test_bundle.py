@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import stat
 import zipfile
 from collections.abc import Callable
@@ -36,11 +37,18 @@ def with_source(folder: Path, text: str = MINE) -> list[Any]:
     return [summary("mine", seed, 0.9, provenance=result) for seed in range(2)]
 
 
-@pytest.fixture
-def packed(tmp_path: Path) -> Path:
-    write(tmp_path / "runs", *BASE, *with_source(tmp_path))
-    done = invoke("bundle", tmp_path / "runs", "-o", tmp_path / "x.zip", "--source", tmp_path)
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle")
+    write(folder / "runs", *BASE, *with_source(folder))
+    done = invoke("bundle", folder / "runs", "-o", folder / "x.zip", "--source", folder)
     assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def packed(template: Path, tmp_path: Path) -> Path:
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     return tmp_path / "x.zip"
 
 
