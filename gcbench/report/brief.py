@@ -214,6 +214,8 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
     notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
     if failed := sum(len(row.failed) for row in rows):
         notes.append(f"{counted(failed, 'run')} diverged; means leave them out.")
+    if untuned := sum(row.rate in ("untuned", "open") for row in rows):
+        notes.append(f"{counted(untuned, 'row')} without the learning rate that trials choose.")
     if changed := sum(bool(row.other_rule) for row in rows):
         notes.append(
             f"{counted(changed, 'row')} applied the update in another way than the source."
