@@ -18,7 +18,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	MYPYPATH=results/papers $(BIN)/mypy results/papers/*.py
+	MYPYPATH=results/papers $(BIN)/mypy results/papers/*.py results/findings.py
 
 # The tables of the pages, generated again from the committed rows.
 docs: $(VENV)/installed-dev
@@ -39,7 +39,7 @@ OUT ?= build
 gpu: $(VENV)/installed-dev
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.gpu --out $(OUT)
 
-# Faults derived from every file of compressors/: does `gcbench verify` refuse them? Resumable.
+# Faults derived from every file of compressors/: does `gcbench verify` refuse them? Continues an earlier run.
 SHARE ?= 1
 mutants: $(VENV)/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m gcbench.checks.mutants --share $(SHARE)

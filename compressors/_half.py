@@ -35,7 +35,7 @@ class HalfPrecision(Compressor):
         parts = [(payload.parts[0], payload.count) for payload in payloads]
         return ops.half.mean(parts, self.name, out=ctx.out)
 
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
+    def layout(self, segments: Segments, count: int = 1) -> Layout | None:
         return ((self.dtype, segments.numel),)
 
 

@@ -13,7 +13,7 @@ sign(0) = +1 and a tied vote is +1, as in the authors' bit-packed vote (arXiv:18
 first code sent 0 (test_signsgd.py::test_zeros_and_ties_count_as_plus). Weights without gradient
 therefore drift by the learning rate per step, unless a tiny `abstain` prevents it. With an even
 number of workers, ties let the other weights drift, too: `ties="coin"` ended 27 points higher with
-4 workers (`gcbench help findings`). The source mentions abstention without a rule. Here a worker
+4 workers (`gcbench help tables`). The source mentions abstention without a rule. Here a worker
 sends 0 where g = 0 or |g| < abstain * rms of its tensor, and the vote is 0 where it is tied or won
 by fewer than min(quorum, M) votes.
 

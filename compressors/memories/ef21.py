@@ -7,7 +7,12 @@ and sends the first gradient uncompressed. In a two-shot exchange the owner of a
 error of encoding the mean to the next mean, so that H plus the owners' residuals is the mean of
 the h.
 
-Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, arXiv:2110.03294, algorithm 2.
+With `eta` below 1 every worker first averages its gradients, v <- (1 - eta) v + eta g, and sends
+C(v - h): EF21-SGDM, whose theorem needs no large batch. v starts at 0; the source starts it at the
+first gradient.
+
+Source: Richtarik, Sokolov and Fatkhullin, NeurIPS 2021, arXiv:2110.03294, algorithm 2; with eta,
+Fatkhullin, Tyurin and Richtarik, NeurIPS 2023, arXiv:2305.15155, algorithm 1.
 """
 
 from __future__ import annotations
@@ -25,15 +30,27 @@ from gcbench.core.payload import Context
 class Ef21(Memory):
     """Estimates of every worker's gradient, and their mean."""
 
-    buffers: ClassVar[tuple[str, ...]] = ("estimate",)
+    eta: float = 1.0  # weight of the newest gradient in the average; 1: no average
+
     joint: ClassVar[tuple[str, ...]] = ("mean estimate",)
     contracting: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eta <= 1:
+            raise ValueError(f"eta={self.eta}: expected a number above 0 and at most 1")
+
+    @property
+    def buffers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The estimate, and with eta below 1 the average of the gradients."""
+        return ("estimate",) if self.eta == 1 else ("estimate", "average")
 
     @property
     def feedback(self) -> bool:
         return True
 
     def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
+        if self.eta < 1:
+            gradient = ctx.state["average"].lerp_(gradient, self.eta)
         return gradient - ctx.state["estimate"]
 
     def keep(self, offered: Tensor, sent: Tensor, ctx: Context) -> None:

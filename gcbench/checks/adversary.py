@@ -152,7 +152,7 @@ class Search:
         self.inputs += 1
         segments, key = calls_of.segments_of(method, inputs.FAR), Key(7, 1_000_003, 77)
         x = inputs.far_values()
-        calls.scale = 0, 0
+        calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
         where = f"shapes {inputs.describe(inputs.FAR)}; normal values"
         try:
             shared = calls.shared([x], segments, key)
@@ -204,6 +204,7 @@ class Search:
             return
         segments = Segments.of(((40, 33), (1,), (1030,)), method.granularity)
         n, key = segments.numel, Key(7, 1, 0)
+        calls.workers, calls.lr = 3, 1.0
         for bad, place in itertools.product(
             (math.nan, math.inf, -math.inf), ((0,), (n - 1,), (n // 2,), (1320,), range(n))
         ):
@@ -251,7 +252,7 @@ class Search:
             refused_or_finite("decode_sum", lambda: self._sum(payloads, segments, shared))
 
     def _sum(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        summands = [self.calls.summand(p, len(payloads), segments) for p in payloads]
+        summands = [self.calls.summand(p, len(payloads), segments, shared) for p in payloads]
         columns = zip(*(summand.parts for summand in summands), strict=True)
         total = Payload(
             tuple(torch.stack(column).sum(0, dtype=column[0].dtype) for column in columns),
@@ -296,7 +297,7 @@ def shrunk(
 def simpler(case: Case) -> Iterator[Case]:
     """Yield inputs that are simpler than this one in one respect, the largest steps first."""
     plain = Case(case.shapes)
-    for name in ("offset", "rank", "seed", "step", "spread", "scale", "values", "residual"):
+    for name in ("offset", "rank", "seed", "step", "lr", "spread", "scale", "values", "residual"):
         if getattr(case, name) != getattr(plain, name):
             yield replace(case, **{name: getattr(plain, name)})
     if case.shard:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench.core import codec
+from gcbench.core import codec, purposes
 from gcbench.core.compressor import (
     Compressor,
     Context,
@@ -77,6 +77,14 @@ class Calls:
         """The function that was called last."""
         self.scale = 0, 0
         """Exponents of the smallest and largest scale of the current input."""
+        self.workers, self.lr = 1, 1.0
+        """World size and learning rate of the current exchange."""
+        self.key = Key(0, 0, 0)
+        """The key of rank 0 in the current exchange, which the last call of `encode` sets."""
+
+    def _context(self, segments: Segments, shared: Tensor, workers: int = 0) -> Context:
+        """Return the context that the engine passes to functions that decode."""
+        return Context(segments, shared, self.key, workers=workers or self.workers, lr=self.lr)
 
     def _note(self, function: str, segments: Segments, workers: int = 1, step: int = 0) -> None:
         self.last = function
@@ -89,7 +97,7 @@ class Calls:
         """Return what these workers agree on before they encode."""
         if not self.draws_shared(segments, key):
             self._note("prepare", segments, len(xs))
-        ctx = Context(segments, key=key, workers=len(xs))
+        ctx = Context(segments, key=key, workers=max(self.workers, len(xs)), lr=self.lr)
         return codec.agree(self.method, xs, ctx)[0]
 
     def draws_shared(self, segments: Segments, key: Key) -> bool:
@@ -117,7 +125,9 @@ class Calls:
     ) -> Payload:
         """Return one worker's payload."""
         self._note("encode", segments, 1, key.step)
-        ctx = Context(segments, shared, key, prepared=prepared, parts=out and out.parts)
+        self.key = key._replace(rank=0, stream=purposes.ENCODE)
+        ctx = self._context(segments, shared)
+        ctx = ctx._replace(key=key, prepared=prepared, parts=out and out.parts)
         return codec.encode(self.method, x, ctx)
 
     def encode_feedback(
@@ -132,15 +142,27 @@ class Calls:
     ) -> Payload:
         """Return the payload of x + residual; `residual` becomes the error."""
         self._note("encode_feedback", segments, 1, key.step)
-        ctx = Context(segments, shared, key, parts=out and out.parts)
+        ctx = self._context(segments, shared)._replace(key=key, parts=out and out.parts)
         return codec.feedback(self.method, x, residual, ctx)
 
     def decode(
-        self, payload: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
+        self,
+        payload: Payload,
+        segments: Segments,
+        shared: Tensor,
+        *,
+        out: Tensor | None = None,
+        start: int = 0,
+        rank: int = 0,
     ) -> Tensor:
-        """Return the decoded tensor, float32, shape (n,), in `out` if it is given."""
-        self._note("decode", segments, payload.count)
-        ctx = Context(segments, shared, workers=payload.count, out=out)
+        """Return the decoded tensor, float32, shape (n,), in `out` if it is given.
+
+        `start`: the first element of the shard in its bucket; `rank`: that of the key.
+        """
+        self._note("decode", segments, payload.count, self.key.step)
+        key = self.key._replace(rank=rank, offset=self.key.offset + start)
+        workers = 0 if payload.count == 1 else payload.count
+        ctx = self._context(segments, shared, workers)._replace(key=key, out=out)
         return codec.decode(self.method, payload, ctx)
 
     def cut(self, payload: Payload, segments: Segments, bounds: Sequence[int]) -> list[Payload]:
@@ -159,8 +181,8 @@ class Calls:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return the mean over the payloads, float32, shape (n,), in `out` if it is given."""
-        self._note("mean", segments, len(payloads))
-        ctx = Context(segments, shared, workers=len(payloads), out=out)
+        self._note("mean", segments, len(payloads), self.key.step)
+        ctx = self._context(segments, shared, len(payloads))._replace(out=out)
         return codec.mean(self.method, payloads, ctx)
 
     def merge(
@@ -174,20 +196,23 @@ class Calls:
     ) -> Payload:
         """Return the payload that stands for the mean of several."""
         self._note("merge", segments, len(payloads), key.step)
-        ctx = Context(segments, shared, key, workers=len(payloads), parts=out and out.parts)
+        ctx = self._context(segments, shared, len(payloads))
+        ctx = ctx._replace(key=key, parts=out and out.parts)
         return codec.merge(self.method, payloads, ctx)
 
-    def summand(self, payload: Payload, workers: int, segments: Segments) -> Payload:
+    def summand(
+        self, payload: Payload, workers: int, segments: Segments, shared: Tensor
+    ) -> Payload:
         """Return the payload in the form that an all-reduce adds."""
-        self._note("summand", segments, workers)
-        return self.method.summand(payload, Context(segments, workers=workers))
+        self._note("summand", segments, workers, self.key.step)
+        return self.method.summand(payload, self._context(segments, shared, workers))
 
     def decode_sum(
         self, total: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         """Return the mean from the sum of summands, in `out` if it is given."""
-        self._note("decode_sum", segments, total.count)
-        ctx = Context(segments, shared, workers=total.count, out=out)
+        self._note("decode_sum", segments, total.count, self.key.step)
+        ctx = self._context(segments, shared, total.count)._replace(out=out)
         return codec.decode_sum(self.method, total, ctx)
 
     def rounds(
@@ -200,7 +225,7 @@ class Calls:
         method = self.method
         assert isinstance(method, MultiRoundCompressor)
         self._note("in_rounds", segments, len(xs), key.step)
-        ctx = Context(segments, key=key, workers=len(xs), out=out)
+        ctx = Context(segments, key=key, workers=len(xs), lr=self.lr, out=out)
         running = [method.in_rounds(x, state, ctx) for x in xs]
         summands = [next(each) for each in running]
         for _ in range(len(method.layout(segments) or ()) - 1):
@@ -251,13 +276,23 @@ def agree(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: Key
 
 def encode(
     method: Compressor, x: Tensor, segments: Segments, key: Key = KEY
-) -> tuple[Payload, Tensor]:
-    """Return the payload of a single worker, and what it agreed on."""
-    shared = agree(method, [x], segments, key)
-    return codec.encode(method, x, Context(segments, shared, key)), shared
+) -> tuple[Payload, Context]:
+    """Return the payload of a single worker, and the context in which it is decoded."""
+    ctx = Context(segments, agree(method, [x], segments, key), key)
+    return codec.encode(method, x, ctx), ctx
 
 
 def round_trip(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY) -> Tensor:
     """Return x encoded and decoded, float32, shape (n,)."""
-    payload, shared = encode(method, x, segments, key)
-    return codec.decode(method, payload, Context(segments, shared))
+    payload, ctx = encode(method, x, segments, key)
+    return codec.decode(method, payload, ctx)
+
+
+def is_random(method: Compressor, x: Tensor, segments: Segments) -> bool:
+    """Return whether encodings of x differ between three steps, or a common value is drawn."""
+    if isinstance(method, MultiRoundCompressor):  # its initial state is drawn
+        return True
+    keys = [Key(0, step, 0) for step in range(3)]
+    first, *others = (encode(method, x, segments, key)[0].to_bytes() for key in keys)
+    drawn = method.draw_shared(Context(segments, key=keys[0])) is not None
+    return drawn or not all(torch.equal(first, other) for other in others)

@@ -23,6 +23,7 @@ WORKERS = (2, 3, 1, 4, 5, 8, 16, 17)
 RANKS = (0, 1, 77, 4095, 2**16, 2**24 - 64)
 SEEDS = (7, 0, 1, 2**31, 2**32 + 1, 2**63 - 1)
 OFFSETS = (0, TILE, 33, 2**20, 2**31, 2**33 + 5)
+RATES = (1.0, 0.1, 1e-3, 1e-8, 64.0)
 DIRTY = (0xFF, 0x3F, 0x7E)
 RESIDUALS = ("normal", "zero", "2000 times", "minus the gradient", "gradient zero", "both zero")
 DISTINCT = 5
@@ -43,6 +44,7 @@ class Case:
     seed: int = 7
     rank: int = 0
     offset: int = 0
+    lr: float = 1.0
     dirty: int = 0xFF
     """The byte that output buffers are filled with."""
     residual: str = "normal"
@@ -76,7 +78,8 @@ class Case:
             f"shapes {inputs.describe(self.shapes)}{' behind the first third' * self.shard}",
             f"values: {self.values}" + (f" x 2^{self.scale}" if self.scale else ""),
             f"{self.workers} worker(s)" + (f" of {self.spread}" if self.workers > 1 else ""),
-            f"step {self.step}, seed {self.seed}, rank {self.rank}, offset {self.offset}",
+            f"step {self.step}, seed {self.seed}, rank {self.rank}, offset {self.offset}, "
+            f"learning rate {self.lr:g}",
             f"output bytes {self.dirty:#x}, residual: {self.residual}",
         ]
         return "; ".join(parts)
@@ -105,9 +108,9 @@ FULL = Effort(every=1, long=4, many=4, million=3, steps=2048, far=1)
 """For the defaults of a method."""
 VARIANT = Effort(every=2, long=1, many=1, million=0, steps=300)
 """For its other configurations."""
-LIBRARY = Effort(every=4, long=1, many=0, million=1, steps=600, far=1)
+LIBRARY = Effort(every=5, long=1, many=0, million=1, steps=600, far=1)
 """For the defaults of a method whose last bits a library decides: its claims take longest."""
-SLOW = Effort(every=8, long=0, many=0, million=0, steps=100)
+SLOW = Effort(every=16, long=0, many=0, million=0, steps=100)
 """For other configurations of a method that is written in plain torch (`scratch`)."""
 QUICK = Effort(every=5, long=1, many=1, million=0, steps=600)
 """For tests."""
@@ -133,6 +136,7 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
         "seed": SEEDS,
         "rank": RANKS,
         "offset": OFFSETS,
+        "lr": RATES,
         "dirty": DIRTY,
         "residual": RESIDUALS,
         "shard": (False, False, True),

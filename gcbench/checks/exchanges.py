@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gcbench.checks import calls, inputs, oracle
+from gcbench.checks import calls, inputs, memory_steps, oracle
 from gcbench.checks.outcome import Measurement, NotDeclaredError
 from gcbench.core import exchange, memory, registry
 from gcbench.core.clock import Clock
@@ -62,8 +62,13 @@ WARM_UP = 3
 RULE_SHAPES = ((40, 33), (7,), (1030,))
 
 
-def _rule_steps(
-    method: Compressor, code: Compressor, steps: Sequence[Sequence[Tensor]], *, resume: bool = False
+def rule_steps(
+    method: Compressor,
+    code: Compressor,
+    steps: Sequence[Sequence[Tensor]],
+    shapes: inputs.Shapes = RULE_SHAPES,
+    *,
+    resume: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the updates that a method's memory and update rule compute from these gradients.
 
@@ -71,10 +76,8 @@ def _rule_steps(
     continues from copies of all buffers, as after a checkpoint.
     """
     carried, collective = memory.of(method), code.legal_collectives()[0]
-    exact = exchange.lane_of(RULE_SHAPES, 0, method, collective, carried, exact=True)
-    lossy = Lane(
-        code, collective, 0, calls.segments_of(code, RULE_SHAPES), carried, rule=method.rule
-    )
+    exact = exchange.lane_of(shapes, 0, method, collective, carried, exact=True)
+    lossy = Lane(code, collective, 0, calls.segments_of(code, shapes), carried, rule=method.rule)
 
     def make(step: int) -> Exchange:
         world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
@@ -287,7 +290,7 @@ def buffers(method: Compressor) -> Measurement:
             done += 1
             if not same(mean, other):
                 wrong.append(f"{collective}, step {step}")
-        for a, b in zip(_carried_tensors(left), _carried_tensors(right), strict=True):
+        for a, b in zip(carried_tensors(left), carried_tensors(right), strict=True):
             if not same(a, b):
                 wrong.append(f"{collective}: memory differs")
     return Measurement("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
@@ -304,32 +307,55 @@ def resumed(method: Compressor) -> Measurement:
     steps = [
         [inputs.normal(n, 10 * step + rank) for rank in range(2)] for step in range(WARM_UP + 3)
     ]
-    whole = _rule_steps(method, method, steps)
-    parted = _rule_steps(method, method, steps, resume=True)
+    whole = rule_steps(method, method, steps)
+    parted = rule_steps(method, method, steps, resume=True)
     wrong = sum(not same(a, b) for a, b in zip(whole, parted, strict=True))
     return Measurement(f"{wrong} steps differ", "0", wrong == 0)
 
 
+RULE_CASES: Sequence[tuple[inputs.Shapes, int, int, int]] = (
+    (RULE_SHAPES, WARM_UP + 5, 1, 0),
+    (RULE_SHAPES, WARM_UP + 5, 2, 0),
+    (RULE_SHAPES, WARM_UP + 5, 1, -40),
+    (RULE_SHAPES, WARM_UP + 5, 1, 30),
+    (((300, 250), (33,)), WARM_UP + 3, 1, 0),
+    (((40,),), 600, 1, 0),
+)
+"""Shapes, steps, workers with equal gradients, and the exponent of the gradients' scale."""
+
+
 def updates(method: Compressor) -> Measurement:
-    """With one worker and no loss the update is that of the uncompressed optimizer, bit for bit."""
+    """Without loss the update is that of the uncompressed optimizer, bit for bit.
+
+    Before that, results on large inputs are compared with those on short ones.
+    """
     if method.rule.plain:
         raise NotDeclaredError("any optimizer applies the mean")
-    n = sum(map(math.prod, RULE_SHAPES))
-    gradients = [inputs.normal(n, 50 + step) for step in range(WARM_UP + 5)]
-    for step, gradient in enumerate(gradients):
-        gradient[:3] = 0.0  # as of a parameter that is never used
-        if step < WARM_UP:
-            gradient[3:6] = 0.0  # or not before the end of the warm-up
-    declared = method.claims.uncompressed(gradients, WARM_UP)
-    if declared is None:
-        raise NotDeclaredError("no uncompressed optimizer is declared")
-    applied = _rule_steps(method, registry.compressor("none"), [[g] for g in gradients])
-    wrong = [t for t, (a, b) in enumerate(zip(applied, declared, strict=True)) if not same(a, b)]
-    right = f"{len(gradients)} steps equal"
-    return Measurement(f"steps {wrong} differ" if wrong else right, "the same bits", not wrong)
+    running = memory_steps.Steps(memory.of(method), method.rule, method)
+    if fault := next(memory_steps.faults(running), ""):
+        return Measurement(fault, "the same as on short inputs", False)
+    done = 0
+    for shapes, steps, workers, exponent in RULE_CASES:
+        n = sum(map(math.prod, shapes))
+        gradients = [inputs.values(n, 50 + 97 * step) * 2.0**exponent for step in range(steps)]
+        for step, gradient in enumerate(gradients):
+            gradient[:3] = 0.0  # as of a parameter that is never used
+            if step < WARM_UP:
+                gradient[3:6] = 0.0  # or not before the end of the warm-up
+        declared = method.claims.uncompressed(gradients, WARM_UP)
+        if declared is None:
+            raise NotDeclaredError("no uncompressed optimizer is declared")
+        each = [[gradient] * workers for gradient in gradients]
+        applied = rule_steps(method, registry.compressor("none"), each, shapes)
+        for step, (actual, want) in enumerate(zip(applied, declared, strict=True)):
+            if not same(actual, want):
+                where = f"{workers} worker(s), {n:,} elements, scale 2^{exponent}"
+                return Measurement(f"step {step} differs", "the same bits", False, where)
+            done += 1
+    return Measurement(f"{done} steps equal", "the same bits", True)
 
 
-def _carried_tensors(running: Exchange) -> Iterator[Tensor]:
+def carried_tensors(running: Exchange) -> Iterator[Tensor]:
     """Yield all tensors that an exchange carries to the next step."""
     for states in (*running.workers, running.joint):
         for state in states:

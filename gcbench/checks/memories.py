@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gcbench.checks import inputs
+from gcbench.checks import inputs, memory_steps
 from gcbench.checks.calls import Calls
 from gcbench.checks.oracle import raw
 from gcbench.checks.outcome import Outcome
@@ -17,6 +18,7 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Memory
+from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld
 
 SHAPES = ((40, 33), (1,), (1030,))
@@ -83,6 +85,8 @@ def _buffers(carried: Memory, method: Compressor) -> str:
     for name, buffer in state.items():
         if buffer.shape != like.shape or buffer.dtype != torch.float32 or bool(buffer.any()):
             return f"buffer {name!r}: {buffer.dtype}, shape {tuple(buffer.shape)}; zeros expected"
+    if type(carried).keep is not Memory.keep and not carried.feedback:
+        return "`keep` is never called: `feedback` is false"
     if not {*carried.residuals} <= {*carried.buffers}:
         return f"residuals {carried.residuals} are not among the buffers {carried.buffers}"
     return ""
@@ -172,6 +176,81 @@ def _telescoping(carried: Memory, method: Compressor) -> str:
     return f"off by {off:.3g} after 60 steps" if not off < 1e-2 else ""
 
 
+def _identity(carried: Memory, method: Compressor) -> str:
+    """In each step, new residual + what was sent = old residual + gradient."""
+    if carried.lossy or len(carried.buffers) != 1 or carried.residuals != carried.buffers:
+        return SKIPPED + "drops errors on purpose, or carries more than one residual"
+    if carried.joint:
+        return SKIPPED + "estimates the mean"
+    (name,) = carried.buffers
+    base, share = inputs.values(N, 17), memory_steps.series(N)[1][0]
+    cases = itertools.product(
+        (base, torch.zeros(N), 2.0**-60 * base, 2.0**60 * base),
+        (0.0, 1.0, -1.0, 2000.0, 2.0**20),
+        (share, torch.zeros(N), torch.ones(N)),
+    )
+    for gradient, factor, sent_share in cases:
+        scale = float(gradient.abs().amax()) or 1.0
+        residual = factor * (gradient if factor == -1.0 else inputs.values(N, 29) * scale)
+        state = {name: residual.clone()}
+        segments = Segments.of(SHAPES, method.granularity)
+        ctx = Context(segments, key=Key(7, 3, 1), workers=WORKERS, state=state)
+        offered = carried.offer(gradient.clone(), ctx)
+        sent = offered * sent_share
+        carried.keep(offered, sent.clone(), ctx)
+        want = residual.double() + gradient.double()
+        off = float((state[name].double() + sent.double() - want).abs().amax())
+        largest = float(want.abs().amax())
+        if not off <= 1e-5 * largest:
+            return f"off by {off:.3g} of {largest:.3g}, with a residual {factor:g} times as large"
+    return ""
+
+
+def _large(carried: Memory, method: Compressor) -> str:
+    """Long tensors, many tensors, other steps, ranks, workers and scales change nothing."""
+    steps = memory_steps.Steps(carried, UpdateRule(), method)
+    return next(memory_steps.faults(steps), "")
+
+
+def _interleaved(carried: Memory, method: Compressor) -> str:
+    """The buffers of two workers are apart, also if their tensors have the same length."""
+    segments = Segments.of(((40,),), method.granularity)
+    series = [memory_steps.series(40)[0], [-2 * x for x in memory_steps.series(40)[0]]]
+    results: list[list[Tensor]] = []
+    for together in (False, True):
+        shared = copy.deepcopy(carried)
+        states = [shared.state(torch.zeros(40)) for _ in series]
+        joint = {name: torch.zeros(40) for name in shared.joint}
+        offers: list[Tensor] = []
+        contexts = [Context(segments, workers=2, state=state, joint=joint) for state in states]
+
+        def offer(worker: int, step: int) -> Tensor:
+            ctx = contexts[worker]._replace(key=Key(7, step, worker))  # noqa: B023
+            return shared.offer(series[worker][step].clone(), ctx)  # noqa: B023
+
+        def keep(worker: int, step: int, offered: Tensor) -> None:
+            ctx = contexts[worker]._replace(key=Key(7, step, worker))  # noqa: B023
+            offers.append(offered.clone())  # noqa: B023
+            if shared.feedback:  # noqa: B023
+                sent = torch.where(torch.arange(40) % 3 == 0, offered, 0.0)
+                shared.keep(offered, sent, ctx)  # noqa: B023
+
+        if together:
+            for step in range(memory_steps.STEPS):
+                both = [offer(worker, step) for worker in range(2)]
+                for worker, offered in enumerate(both):
+                    keep(worker, step, offered)
+            offers = offers[::2] + offers[1::2]
+        else:
+            for worker, step in itertools.product(range(2), range(memory_steps.STEPS)):
+                keep(worker, step, offer(worker, step))
+        results.append([*offers, *(x for state in states for x in state.values())])
+    alone, mixed = results
+    if all(raw(a) == raw(b) for a, b in zip(alone, mixed, strict=True)):
+        return ""
+    return "the results of one worker depend on the calls of another"
+
+
 def _rescaled(carried: Memory, method: Compressor) -> str:
     """`rescale` multiplies the residuals, and nothing else."""
     state = {name: inputs.values(9, i) for i, name in enumerate(carried.buffers)}
@@ -204,6 +283,9 @@ CHECKS: Mapping[str, Callable[[Memory, Compressor], str]] = {
     "memory: checkpoint": _checkpoint,
     "memory: finite": _finite,
     "memory: nothing lost": _telescoping,
+    "memory: nothing lost in a step": _identity,
+    "memory: large inputs": _large,
+    "memory: workers apart": _interleaved,
     "memory: learning rate": _rescaled,
     "memory: replicas": _replicas,
 }

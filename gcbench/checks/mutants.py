@@ -1,15 +1,18 @@
-"""Does `gcbench verify` refuse broken methods? Faults derived from every file of compressors/.
+"""Survival rate of automatic mutants: does `gcbench verify` refuse a broken method?
 
-    python -m gcbench.checks.mutants [--share 0.1] [--output results/MUTANTS-AUTO.json] [FILE ...]
+    python -m gcbench.checks.mutants [--share 0.25] [--again] [FILE ...]
 
-Each mutant changes one place of the code that encodes and decodes: it drops a statement, negates a
-condition, or changes a constant, an index, a comparison or an operator, or swaps two arguments.
-Claims, default hyper-parameters, the checks of hyper-parameters and texts stay as they are: they
-say what the method should do, and another value is another method.
+Each mutant changes one place of a file of compressors/, in the code that encodes and decodes: it
+drops a statement, negates a condition, changes a constant, an index, a comparison or an operator,
+or swaps two arguments. Claims, default hyper-parameters, the checks of hyper-parameters and texts
+stay as they are: they define the method, and another value defines another method.
 
-A mutant counts if any output changes on a broad set of inputs: payloads, decoded values, layouts,
-and which corrupt payloads are refused. The file is written after each mutant; a second run goes on
-from there. `--share` takes a fixed sample, evenly over the files.
+A mutant is equivalent if no output changes on a broad set of inputs: payloads, decoded values,
+layouts, states, and which corrupt payloads are refused. All others count. The checks run from the
+cheapest to the most expensive, each mutant in a forked process, and stop at the first failure.
+
+The result is written after each mutant, and a second run continues from there. `--share` takes a
+fixed sample of each file. `--again` repeats the survivors after a change of the checks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import os
 import platform
 import random
@@ -38,24 +42,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gcbench.checks import inputs, memories, payloads, processes, properties
+from gcbench.checks import (
+    exchanges,
+    inputs,
+    memories,
+    oracle,
+    payloads,
+    processes,
+    properties,
+)
 from gcbench.checks.adversary import Search
 from gcbench.checks.calls import Calls, encode
 from gcbench.checks.cases import Effort, effort_for
-from gcbench.core import memory
-from gcbench.core.compressor import Compressor, Payload, Segments, cuttable, requantizes
+from gcbench.core import codec, memory
+from gcbench.core.compressor import Compressor, Context, Payload, Segments, cuttable, requantizes
 from gcbench.core.errors import PayloadError
 
-SMOKE = Effort(every=30, long=0, many=0, million=0, steps=3, thin=60)
-FIRST = Effort(every=5, long=0, many=0, million=0, steps=64, thin=8)
-BROAD = Effort(every=7, long=0, many=0, million=0, steps=64, thin=8)
+SMOKE = Effort(every=40, long=0, many=0, million=0, steps=3, thin=100)
+BROAD = Effort(every=10, long=1, many=0, million=0, steps=32, thin=16)
+BROAD_SCRATCH = BROAD._replace(long=0)
+"""For methods in plain torch, whose long inputs take half a minute."""
+VARIANT = Effort(every=20, long=0, many=0, million=0, steps=3, thin=60)
+LEAST = 4
+"""Mutants per file, however small the share."""
 STUCK = 60
-"""CPU seconds after which a mutant that did not end the first inputs counts as killed."""
+"""CPU seconds after which a mutant counts as killed if it has not finished the first inputs."""
 PATIENCE = 600
 """CPU seconds after which any other mutant is undecided."""
 Verdict = dict[str, Any]
 UNDECIDED: Verdict = {"outcome": "undecided", "by": "out of time"}
-KEPT = ("__post_init__", "claims", "recipe", "variants")
+DEFINITIONS = ("__post_init__", "claims", "recipe", "variants")
 OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -140,8 +156,6 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
             "condition negated",
             lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test)),
         )
-    elif isinstance(node, ast.Return) and node.value is not None:
-        return
 
 
 def _bodies(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -151,7 +165,7 @@ def _bodies(tree: ast.Module) -> Iterator[ast.FunctionDef]:
             yield item
         elif isinstance(item, ast.ClassDef) and not item.name.endswith("Claims"):
             for inner in item.body:
-                if isinstance(inner, ast.FunctionDef) and inner.name not in KEPT:
+                if isinstance(inner, ast.FunctionDef) and inner.name not in DEFINITIONS:
                     yield inner
 
 
@@ -288,85 +302,85 @@ class Recording(Calls):
         return call
 
 
-def fingerprint(methods: list[Compressor]) -> str:
-    """Return a digest of all outputs on the broad inputs, and of which payloads are refused."""
+def broad_search(methods: list[Compressor]) -> tuple[str, str]:
+    """Return the first fault on the broad inputs, or "", and a digest of all outputs on them."""
     digest = hashlib.sha256()
-    for method in methods:
-        search = Search(method, BROAD, seed=1)
+    for number, method in enumerate(methods):
+        effort = VARIANT if number else BROAD_SCRATCH if method.scratch else BROAD
+        search = Search(method, effort, seed=1, shrink=0)
         search.calls = Recording(method)
-        search.run()
+        for finding in search.run():
+            return f"search, {finding.function}: {finding.fault}", ""
         digest.update(search.calls.digest.digest())
-        digest.update(repr(search.findings).encode())
         segments = Segments.of([(40, 33), (1,), (70,)], method.granularity)
         try:
-            payload, shared = encode(method, inputs.normal(1391), segments)
+            payload, ctx = encode(method, inputs.normal(1391), segments)
             for seed in range(3):
                 for _, broken, _ in payloads.corruptions(payload, seed):
-                    digest.update(_decoded(method, broken, segments, shared))
+                    digest.update(_decoded(method, broken, ctx))
         except Exception as error:
             digest.update(repr(error).encode())
         digest.update(repr(processes.digests(method)).encode())
+        digest.update(_with_warm_up(method))
         facts = method.legal_collectives(), requantizes(method), cuttable(method), method.memory
         digest.update(repr(facts).encode())
-    return digest.hexdigest()
+    return "", digest.hexdigest()
 
 
-def _decoded(method: Compressor, payload: Payload, segments: Segments, shared: Tensor) -> bytes:
+def _with_warm_up(method: Compressor) -> bytes:
+    """Return the updates of memory and update rule, behind steps in fp32, and after a rescaling."""
+    n = sum(map(math.prod, exchanges.RULE_SHAPES))
+    steps = [
+        [inputs.normal(n, 10 * step + rank) for rank in range(2)]
+        for step in range(exchanges.WARM_UP + 3)
+    ]
+    carried = memory.of(method)
+    state = {name: inputs.normal(9, i) for i, name in enumerate(carried.buffers)}
     try:
-        return Calls(method).decode(payload, segments, shared).numpy().tobytes()
+        carried.rescale(state, 0.25)
+        updates = [*exchanges.rule_steps(method, method, steps), *state.values()]
+        return b"".join(map(oracle.raw, updates))
+    except Exception as error:
+        return repr(error).encode()
+
+
+def _decoded(method: Compressor, payload: Payload, ctx: Context) -> bytes:
+    try:
+        return oracle.raw(codec.decode(method, payload, ctx))
     except PayloadError:
         return b"refused"
     except Exception as error:
         return type(error).__name__.encode()
 
 
-def first_inputs(mutant: Mutant, report: Callable[[Any], None]) -> None:
-    """Report what kills a mutant on the first inputs or in the list, or the digest of its outputs.
+def decide(mutant: Mutant, original: str, report: Callable[[Verdict], None]) -> None:
+    """Report whether a mutant is killed, equivalent or survives, and by what.
 
-    Reports "undecided" once the first inputs ended, so that a later time-out is not a kill.
+    `original`: the digest of the unchanged file's outputs. Reports "undecided" once the first
+    inputs ended, so that a later time-out does not count as killed.
     """
     try:
         methods = configured(load(mutant, mutant.file))
     except Exception as error:
         return report({"outcome": "killed", "by": f"does not load: {type(error).__name__}"})
-    for effort in (SMOKE, FIRST):
-        if why := refused_by_search(methods, effort):
-            return report({"outcome": "killed", "by": why})
-        report(UNDECIDED)
-        resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
-    if why := refused_by_list(methods):
+    if why := refused_by_search(methods[:1], SMOKE):
         return report({"outcome": "killed", "by": why})
-    report({"outcome": "alive", "by": fingerprint(methods)})
-
-
-def all_inputs(mutant: Mutant, report: Callable[[Any], None]) -> None:
-    """Report whether the search of `gcbench verify` kills a mutant."""
-    report(UNDECIDED)
+    report({"outcome": "undecided", "by": "out of time"})
     resource.setrlimit(resource.RLIMIT_CPU, (PATIENCE, resource.RLIM_INFINITY))
-    why = refused_by_search(configured(load(mutant, mutant.file)))
+    why, digest = broad_search(methods)
+    if why:
+        return report({"outcome": "killed", "by": why})
+    if digest == original:
+        return report({"outcome": "equivalent", "by": "no output changes"})
+    why = refused_by_list(methods) or refused_by_search(methods)
     report({"outcome": "killed" if why else "survived", "by": why})
 
 
-def judge(mutant: Mutant, originals: dict[str, str]) -> Verdict:
-    """Return whether a mutant is killed, equivalent, survives or is undecided, and by what.
-
-    `originals`: the digest of each unchanged file's outputs, computed when it is first needed.
-    """
-    verdict: Verdict = isolated(partial(first_inputs, mutant))
-    if verdict["outcome"] != "alive":
-        return verdict
-    if mutant.file not in originals:
-        originals[mutant.file] = isolated(
-            lambda report: report(fingerprint(configured(load(None, mutant.file))))
-        )
-    if verdict["by"] == originals[mutant.file]:
-        return {"outcome": "equivalent", "by": "no output changes"}
-    verdict = isolated(partial(all_inputs, mutant))
-    return verdict
-
-
 def isolated(work: Callable[[Callable[[Any], None]], None]) -> Any:
-    """Return the last value that `work` reports from a forked process; it is killed if none."""
+    """Return the last value that `work` reports from a forked process.
+
+    A process that dies before it reports anything counts as killed.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -398,11 +412,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("files", nargs="*", help="files of compressors/; without any: all")
-    parser.add_argument(
-        "--share", type=float, default=1.0, help="share of the mutants of each file"
-    )
-    parser.add_argument("--output", type=Path, default=Path("results/MUTANTS-AUTO.json"))
+    parser.add_argument("--share", type=float, default=1.0, help="share of each file's mutants")
+    parser.add_argument("--output", type=Path, default=Path("results/mutants.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
+    parser.add_argument("--again", action="store_true", help="repeat the survivors")
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = Path(importlib.import_module("compressors").__path__[0])
@@ -410,37 +423,44 @@ def main() -> None:
     paths = [p for p in paths if not options.files or p.name in options.files]
     stored = json.loads(options.output.read_text()) if options.output.is_file() else {}
     done: dict[str, Any] = stored.get("mutants", {})
+    if options.again:
+        done = {k: v for k, v in done.items() if v["outcome"] not in ("survived", "undecided")}
     start = time.monotonic()
-    chosen = []
-    totals = {}
+    chosen, totals = [], {}
     for path in paths:
         every = list(mutants_of(path))
         totals[path.name] = len(every)
         order = random.Random(path.name).sample(range(len(every)), len(every))
-        chosen += [
-            (rank / len(every), every[i])
-            for rank, i in enumerate(order)
-            if rank < max(1, round(options.share * len(every)))
-        ]
+        count = max(LEAST, round(options.share * len(every)))
+        chosen += [(rank / len(every), every[i]) for rank, i in enumerate(order[:count])]
     chosen.sort(key=lambda pair: pair[0])  # every file in turn
     originals: dict[str, str] = {}
     for _, mutant in chosen:
         digest = hashlib.sha256(ast.dump(mutant.tree).encode()).hexdigest()[:16]
         if digest in done or time.monotonic() - start > options.seconds:
             continue
-        began = time.monotonic()
-        result = judge(mutant, originals)
+        began = _cpu_seconds()
+        if mutant.file not in originals:
+            originals[mutant.file] = isolated(
+                lambda report: report(broad_search(configured(load(None, mutant.file))))  # noqa: B023
+            )[1]
+        verdict = isolated(partial(decide, mutant, originals[mutant.file]))
         done[digest] = {
             "mutant": mutant.name,
-            **result,
-            "by": result["by"][:160],
-            "seconds": round(time.monotonic() - began, 1),
+            **verdict,
+            "by": verdict["by"][:160],
+            "cpu_seconds": round(_cpu_seconds() - began, 1),
         }
-        print(f"{result['outcome']}: {mutant.name}: {result['by'][:100]}", flush=True)
+        print(f"{verdict['outcome']}: {mutant.name}: {verdict['by'][:100]}", flush=True)
         options.output.write_text(json.dumps(summary(done, totals), indent=1) + "\n")
     result = summary(done, totals)
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "mutants"}, indent=1))
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any]:

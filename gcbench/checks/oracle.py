@@ -13,10 +13,10 @@ from gcbench import ops
 from gcbench.checks import inputs
 from gcbench.checks.calls import Calls
 from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Segments
+from gcbench.stats.confidence import bernstein, nonnegative
 
-UNLIKELY = 36.0
-"""A correct method is refused by one statistic with a probability of at most 2 exp(-36), by
-Bernstein's inequality for independent elements."""
+UNLIKELY = 2 * math.exp(-36)
+"""Probability that one statistic refuses a correct method, at most."""
 DRAWS = 12
 Z = 5.5
 """Standard deviations: a normal variable lies outside with probability 4e-8, one of 64 with 2e-6"""
@@ -217,7 +217,7 @@ def _along(t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str) -
         reach = max(most or 0.0, float(part.abs().max()) if most is None and len(part) else 0.0)
         rows = part[: len(part) // 64 * 64].view(64, -1).sum(1) if len(part) >= 640 else None
         scatter = max(float(var.sum()), 64 * float(rows.var()) if rows is not None else 0.0)
-        limit = math.sqrt(2 * UNLIKELY * scatter) + 2 / 3 * UNLIKELY * reach + 1e-5 * len(part)
+        limit = bernstein(scatter, reach, UNLIKELY) + 1e-5 * len(part)
         total = float(part.sum())
         if abs(total) > limit:
             raise FaultError(
@@ -293,8 +293,6 @@ def refutes_bound(errors: Sequence[float], bound: float, size: float) -> bool:
     bound by Z standard errors, with the largest deviation that values in [0, size] can have; or by
     betting (`nonnegative`), with a probability of error of 1e-6 for any distribution.
     """
-    from gcbench.studies.bounds.claims import nonnegative
-
     mean, limit = math.fsum(errors) / len(errors), bound * (1 + 1e-6)
     if len(errors) == 1 or size == 0 or mean <= limit:
         return not mean <= limit

@@ -10,7 +10,7 @@ from torch import Tensor
 from gcbench.checks import calls, inputs, oracle
 from gcbench.checks.outcome import Measurement, NotDeclaredError
 from gcbench.core import codec, exchange, memory
-from gcbench.core.compressor import COLLECTIVES, Compressor, Context, Key, Payload, Segments
+from gcbench.core.compressor import COLLECTIVES, Compressor, Context, Payload
 from gcbench.core.errors import PayloadError, UsageError
 
 
@@ -24,8 +24,8 @@ def threads(method: Compressor) -> Measurement:
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            payload, shared = calls.encode(method, x, segments)
-            decoded = codec.decode(method, payload, Context(segments, shared))
+            payload, ctx = calls.encode(method, x, segments)
+            decoded = codec.decode(method, payload, ctx)
             results.append((oracle.raw(payload.to_bytes()), oracle.raw(decoded)))
     finally:
         torch.set_num_threads(before)
@@ -132,22 +132,20 @@ def _reread(data: Tensor, like: Payload) -> Payload:
     return Payload(tuple(parts), like.count)
 
 
-def corrupt_fault(
-    method: Compressor, payload: Payload, segments: Segments, shared: Tensor, *, must: bool
-) -> str:
+def corrupt_fault(method: Compressor, payload: Payload, ctx: Context, *, must: bool) -> str:
     """Decode a corrupt payload; return the fault, or "".
 
     `must`: whether decoding must raise a PayloadError.
     """
     try:
-        decoded = codec.decode(method, payload, Context(segments, shared))
+        decoded = codec.decode(method, payload, ctx)
     except PayloadError:
         return ""
     except Exception as error:
         return f"{type(error).__name__} instead of PayloadError: {error}"
     if must:
         return "no error"
-    right = decoded.shape == (segments.numel,) and bool(decoded.isfinite().all())
+    right = decoded.shape == (ctx.segments.numel,) and bool(decoded.isfinite().all())
     return "" if right else "values that are not finite, or another shape"
 
 
@@ -159,15 +157,14 @@ def corrupt(method: Compressor) -> Measurement:
     segments = calls.segments_of(method, [(40, 33), (1,), (70,)])
     other = calls.segments_of(method, [(40, 33), (1,), (70,), (33,)])
     faults, done = [], 0
-    payload, shared = calls.encode(method, inputs.normal(segments.numel), segments)
-    cases = [(*case, segments) for seed in range(4) for case in corruptions(payload, seed)]
+    payload, ctx = calls.encode(method, inputs.normal(segments.numel), segments)
+    cases = [(*case, ctx) for seed in range(4) for case in corruptions(payload, seed)]
     apart = method.layout(other) is None or method.layout(other) != payload.layout
-    cases.append(("33 elements more expected", payload, apart, other))
+    agreed = calls.agree(method, [inputs.normal(other.numel)], other)
+    there = ctx._replace(segments=other, shared=agreed)
+    cases.append(("33 elements more expected", payload, apart, there))
     for name, broken, must, place in cases:
-        agreed = shared
-        if place is other:
-            agreed = calls.agree(method, [inputs.normal(other.numel)], other, Key(7, 3, 0))
-        fault = corrupt_fault(method, broken, place, agreed, must=must)
+        fault = corrupt_fault(method, broken, place, must=must)
         done += 1
         if fault:
             faults.append(f"{name}: {fault}")

@@ -47,9 +47,8 @@ def exchange_digests(method: Compressor, world: World | None = None) -> dict[str
         for step in range(3):
             xs = [_rank_gradient(rank, step, segments.numel) for rank in here.ranks]
             digest.update(oracle.raw(running.mean(xs, step, lr=1.0 / (1 + step))))
-        for buffer in ("residual", "momentum", "owner"):
-            buffers = [worker[0][buffer] for worker in running.workers if buffer in worker[0]]
-            for tensor in here.collect(buffers) if buffers else []:
+        for buffer in sorted(running.workers[0][0]):
+            for tensor in here.collect([worker[0][buffer] for worker in running.workers]):
                 digest.update(oracle.raw(tensor))
         digest.update(repr(here.collect_traffic()).encode())
         for traffic in here.traffic:  # the next collective counts from zero

@@ -28,6 +28,7 @@ from gcbench.core.compressor import (
     Segments,
     requantizes,
 )
+from gcbench.stats.confidence import bernstein
 
 DRAWS = 4000
 SCALE_EXPONENTS = (0, -30, 30)
@@ -45,9 +46,8 @@ REPEATS = 24
 """Further keys at which two increments must give the same draws before the method is refused."""
 ROW_CORRELATION = 0.004
 """Correlation of the draws of neighbouring rows (`ops.random`)."""
-UNLIKELY = 30.0
-"""By Bernstein's inequality a correlation of independent noise exceeds the limit with a probability
-of 2 exp(-30), and one of 2^15 correlations with 6e-9."""
+UNLIKELY = 2 * math.exp(-30)
+"""Probability that a correlation of independent noise exceeds its limit; of 2^15 of them 6e-9."""
 COIN_DRAWS = 20_000
 """Elements of the tied vote."""
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
@@ -133,11 +133,6 @@ def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
     )
 
 
-def is_random(method: Compressor) -> bool:
-    """Return whether the key changes the result."""
-    return len(set(_drawn_at(method, FIRST_KEY, _keys(method)))) > 1
-
-
 def _correlation(method: Compressor) -> tuple[float, float]:
     """Return the largest correlation of the noise of elements apart, and the largest allowed.
 
@@ -146,13 +141,11 @@ def _correlation(method: Compressor) -> tuple[float, float]:
     """
     n = 1 << 16
     segments, x = calls.segments_of(method, [(n,)]), inputs.normal(n)
-    payload, shared = calls.encode(method, x, segments, FIRST_KEY)
-    v = method.claims.variance(x, Context(segments, shared)) if method.claims.unbiased else None
+    payload, ctx = calls.encode(method, x, segments, FIRST_KEY)
+    v = method.claims.variance(x, ctx) if method.claims.unbiased else None
     if v is None or not bool((v > 0).any()):
         return 0.0, 1.0
-    away = codec.decode(method, payload, Context(segments, shared)) - method.claims.target(
-        x, Context(segments, shared)
-    )
+    away = codec.decode(method, payload, ctx) - method.claims.target(x, ctx)
     e = torch.where(v > 0, away.double() / v.clamp(min=1e-300).sqrt(), 0.0).clamp(-4, 4) * x.sign()
     e -= e.mean()
     lags = torch.fft.irfft(torch.fft.rfft(e, 2 * n).abs().square())[: n // 2]
@@ -160,7 +153,7 @@ def _correlation(method: Compressor) -> tuple[float, float]:
     lags = (lags / lags[0]).abs()
 
     def allowed(squares: float) -> float:
-        return ROW_CORRELATION + math.sqrt(2 * UNLIKELY * squares / n) + 2 / 3 * UNLIKELY * largest
+        return ROW_CORRELATION + bernstein(squares / n, largest, UNLIKELY)
 
     together = int((lags > allowed(1.0)).int().argmin())
     bound = allowed(2 * float(lags[:together].square().sum()) - 1)
@@ -186,21 +179,21 @@ def _bands() -> tuple[Tensor, Tensor]:
     return size * inputs.EXACT["signs"](Segments((0, 256)), 6), band
 
 
-def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Segments, Tensor]:
+def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, Context]:
     """Return DRAWS decodings of one sample and their targets, both float64, shape (DRAWS, n).
 
-    Also returns the bucket, its segments and `shared`. The copies are tensors of one bucket, so one
-    call draws them all.
+    Also returns the bucket and its context. The copies are tensors of one bucket, so one call draws
+    them all.
     """
     if not method.claims.unbiased:
         raise NotDeclaredError("biased")
     n = len(sample)
     x = sample.repeat(DRAWS)
     segments = calls.segments_of(method, [(n,)] * DRAWS)
-    payload, shared = calls.encode(method, x, segments)
-    decoded = codec.decode(method, payload, Context(segments, shared)).double().view(DRAWS, n)
-    target = method.claims.target(x, Context(segments, shared)).double().view(DRAWS, n)
-    return decoded, target, x, segments, shared
+    payload, ctx = calls.encode(method, x, segments)
+    decoded = codec.decode(method, payload, ctx).double().view(DRAWS, n)
+    target = method.claims.target(x, ctx).double().view(DRAWS, n)
+    return decoded, target, x, ctx
 
 
 def unbiased(method: Compressor) -> Measurement:
@@ -247,8 +240,8 @@ def variance(method: Compressor) -> Measurement:
 
     The same holds per coordinate, within chance; see `_deviations`.
     """
-    decoded, target, x, segments, shared = _drawn(method, _sample())
-    declared = method.claims.variance(x, Context(segments, shared))
+    decoded, target, x, ctx = _drawn(method, _sample())
+    declared = method.claims.variance(x, ctx)
     if declared is None:
         raise NotDeclaredError("no exact variance")
     squares = (decoded - target).square()
@@ -256,7 +249,7 @@ def variance(method: Compressor) -> Measurement:
     exact = float(declared.view(DRAWS, 64).sum(1).mean())
     z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
     each = _deviations(squares - declared.double().view(DRAWS, 64), 1e-9)
-    bound = method.claims.variance_bound(x, Context(segments, shared))
+    bound = method.claims.variance_bound(x, ctx)
     total = float(declared.sum())
     within = bound is None or total <= bound * (1 + 1e-6)
     note = "" if bound is None else f"{total:.4g}, the source's bound {bound:.4g}"
@@ -302,7 +295,9 @@ def contraction(method: Compressor) -> Measurement:
     if not method.claims.contractive:
         raise NotDeclaredError("not contractive")
     worst, faults = 0.0, []
-    keys = [Key(7, step, 0) for step in range(48 if is_random(method) else 1)]
+    probe = calls.segments_of(method, [(2000,)])
+    random = calls.is_random(method, inputs.normal(2000), probe)
+    keys = [Key(7, step, 0) for step in range(48 if random else 1)]
     for shapes in ([(2000,)], [(40, 50)], list(SHAPES)):
         segments = calls.segments_of(method, shapes)
         for name, x in inputs.probes(segments.numel):
@@ -363,23 +358,21 @@ def fair_ties(method: Compressor) -> Measurement:
         raise NotDeclaredError("the aggregate is not a vote")
     segments = calls.segments_of(method, [(COIN_DRAWS,)])
     x = inputs.normal(COIN_DRAWS, 40)
-    shared = calls.agree(method, [x, -x], segments)
+    ctx = Context(segments, calls.agree(method, [x, -x], segments), calls.KEY, workers=2)
     payloads = [
-        codec.encode(method, one, Context(segments, shared, calls.KEY._replace(rank=rank)))
+        codec.encode(method, one, ctx._replace(key=calls.KEY._replace(rank=rank)))
         for rank, one in enumerate((x, -x))
     ]
-    decoded = [
-        codec.decode(method, payload, Context(segments, shared)).clone() for payload in payloads
-    ]
-    defined = method.claims.aggregated(decoded, Context(segments))
+    decoded = [codec.decode(method, payload, ctx).clone() for payload in payloads]
+    defined = method.claims.aggregated(decoded, ctx)
     if defined is None or not bool(defined.isnan().any()):
         raise NotDeclaredError("ties are not decided by a coin")
     tied = defined.isnan()
     coins = [
         codec.decode(
             method,
-            codec.merge(method, payloads, Context(segments, shared, Key(7, step, 0, 0, 1))),
-            Context(segments, shared),
+            codec.merge(method, payloads, ctx._replace(key=Key(7, step, 0, 0, 1))),
+            ctx._replace(key=Key(7, step, 0)),
         )[tied]
         for step in (3, 4)
     ]

@@ -48,6 +48,7 @@ class Trial:
         factors = [inputs.SPREADS[case.spread](rank) or 1.0 for rank in range(len(self.xs))]
         exponents = [math.frexp(factor)[1] - 1 for factor in factors]
         calls.scale = case.scale + min(exponents), case.scale + max(exponents)
+        calls.workers, calls.lr = case.workers, case.lr
         self.shared = calls.shared(self.xs, self.segments, case.key())
         self.lent: list[tuple[Tensor, int]] = []
         """Larger buffers whose middle was lent as an output buffer, and the size of that part."""
@@ -127,7 +128,7 @@ class Trial:
             what = "of x in a tensor of its own, without `out` and `prepared`, it"
             same_bits("encode", again.to_bytes(), sent, what)
         same_bits("encode", x, before, "x before the call")
-        decoded = calls.decode(payload, segments, shared).clone()
+        decoded = calls.decode(payload, segments, shared, rank=key.rank).clone()
         oracle.finite("decode", decoded, self.n)
         if not self.case.light:
             other = calls.decode(payload, segments, shared, out=self.out())
@@ -187,6 +188,7 @@ class Trial:
     def several_workers(self) -> None:
         """Hold `mean`, `merge` and the sum of summands to the average."""
         calls, segments, shared = self.calls, self.segments, self.shared
+        calls.key = self.case.key()
         which = [rank % len(self.xs) for rank in range(self.case.workers)]
         payloads = [self.payloads[i] for i in which]
         decoded = [self.decoded[i] for i in which]
@@ -287,7 +289,7 @@ class Trial:
         self, payloads: Sequence[Payload], mean: Tensor | None, want: Tensor | None, room: Tensor
     ) -> None:
         calls, segments, shared = self.calls, self.segments, self.shared
-        summands = [calls.summand(payload, len(payloads), segments) for payload in payloads]
+        summands = [calls.summand(payload, len(payloads), segments, shared) for payload in payloads]
         totals = []
         for column in zip(*(summand.parts for summand in summands), strict=True):
             total = column[0].clone()
@@ -336,6 +338,7 @@ class Trial:
         """`cut` gives the bytes and the values of the shards."""
         calls, segments, shared = self.calls, self.segments, self.shared
         payload, decoded, n = self.payloads[0], self.decoded[0], self.n
+        calls.key = self.case.key()
         tiles = [*range(0, n, TILE), n] if n else [0, 0]
         for bounds in (
             shard_bounds(n, self.case.workers),
@@ -354,7 +357,7 @@ class Trial:
                 if layout is not None and piece.layout != layout:
                     raise FaultError("cut", f"layout {piece.layout}; declared is {layout}")
                 part = shared[which.start : which.stop] if shared.numel() else shared
-                actual = calls.decode(piece, inside, part, out=self.out(stop - start))
+                actual = calls.decode(piece, inside, part, out=self.out(stop - start), start=start)
                 same_bits("cut", actual, decoded[start:stop], f"the payload in [{start}, {stop})")
 
     # ---- a part of the bucket --------------------------------------------------------------------
@@ -419,6 +422,7 @@ class RoundsTrial:
         count = case.workers if self.segments.numel < 2000 else min(case.workers, 4)
         self.xs = [xs[rank % len(xs)] for rank in range(count)]
         calls.scale = case.scale, case.scale
+        calls.workers, calls.lr = count, case.lr
         self.means: list[Tensor] = []
 
     def digest(self) -> tuple[bytes, ...]:

@@ -20,19 +20,19 @@ from gcbench.integrations.ddp import CommHook
 
 OTHERS = {
     DistributedType.NO: (
-        "there is one process, and nothing to exchange. Start the script with "
+        "one process has nothing to exchange. Start the script with "
         "torchrun --nproc-per-node N or accelerate launch --num_processes N"
     ),
     DistributedType.FSDP: (
         "FSDP reduces the gradients. With fsdp_version=2 call "
-        "gcbench.shard_hook(...).register(model) after prepare; FSDP1 has no place for a hook"
+        "gcbench.shard_hook(...).register(model) after prepare; FSDP1 does not support hooks"
     ),
-    DistributedType.DEEPSPEED: "DeepSpeed reduces the gradients itself and has no place for a hook",
+    DistributedType.DEEPSPEED: "DeepSpeed reduces the gradients itself and does not support hooks",
     DistributedType.MEGATRON_LM: "Megatron-LM reduces the gradients itself",
 }
-"""Why a way to distribute cannot have a hook, and what to call in its place."""
+"""Kind of distribution -> why it cannot have a hook, and what to call instead."""
 _hooks: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""How many hooks an accelerator has; each has its own file in a checkpoint."""
+"""Accelerator -> its number of hooks; each has its own file in a checkpoint."""
 
 
 def compress(
@@ -46,28 +46,28 @@ def compress(
 ) -> CommHook:
     """Compress the gradients of a model that `accelerator.prepare` returned.
 
-    Call it on every process after `prepare` and before `load_state`, once for each model that is
-    trained. The hook follows the optimizer's learning rates. `accelerator.save_state` writes the
-    state of every rank into the checkpoint's folder, as `gcbench_0_rank0.pt` and so on, and
-    `load_state` reads it: the job ends in the bits of an uninterrupted one.
+    Call it on every process after `prepare` and before `load_state`, once per trained model. The
+    hook follows the optimizer's learning rates. `accelerator.save_state` writes the state of every
+    rank to the checkpoint's folder, as `gcbench_0_rank0.pt` and so on, and `load_state` reads it:
+    the resumed job ends in the same bits as an uninterrupted one.
 
     Args:
-        accelerator: the one that prepared the model.
+        accelerator: the accelerator that prepared the model.
         model: the prepared model.
         optimizer: the prepared optimizer of this model, or a list of them.
         compressor: a registered name, a file (./mine.py), or a compressor.
-        log_every: after each such number of optimizer steps, and at each check of `check_every`,
-            rank 0's `gcbench/sent_bytes`, `gcbench/fp32_bytes`, `gcbench/bits_per_element` and the
-            comparisons go to `accelerator.log`, with the number of exchanges as the step; 0 for
+        log_every: optimizer steps between calls of `accelerator.log` with rank 0's
+            `gcbench/sent_bytes`, `gcbench/fp32_bytes`, `gcbench/bits_per_element` and comparisons;
+            the number of exchanges is the step. Each check of `check_every` is also logged. 0 for
             never.
-        options: those of `gcbench.comm_hook`, without `optimizer` and `scaler`.
+        options: arguments of `gcbench.comm_hook` except `optimizer` and `scaler`.
 
     Raises:
-        gcbench.core.errors.UsageError: the model or the optimizer is not prepared, is not exchanged
-            by DistributedDataParallel, or an option is wrong.
+        gcbench.core.errors.UsageError: the model or the optimizer is not prepared, the model is not
+            wrapped by DistributedDataParallel, or an option is invalid.
     """
     if log_every < 0:
-        raise UsageError(f"log_every={log_every}: 0 or more steps expected")
+        raise UsageError(f"log_every={log_every}: expected 0 or more steps")
     if optimizer is None:
         raise UsageError("optimizer=None: pass what accelerator.prepare(model, optimizer) returned")
     ddp = checked(accelerator, model)
@@ -75,7 +75,7 @@ def compress(
     followed = hook._rates.optimizers
     if any(each.state for each in followed):
         warnings.warn(
-            "the optimizer has made steps before compress was called, so residuals start empty. "
+            "the optimizer ran steps before compress was called, so residuals start empty. "
             "To resume a job, call compress before load_state",
             stacklevel=2,
         )
@@ -89,10 +89,10 @@ def compress(
 
 
 def checked(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel:
-    """Return the DDP model that `accelerator` made.
+    """Return the DDP model that `accelerator` created.
 
     Raises:
-        UsageError: the accelerator makes none, or it has not prepared this model.
+        UsageError: the accelerator does not use DDP, or has not prepared this model.
     """
     kind = accelerator.distributed_type
     if kind in OTHERS:
@@ -100,14 +100,14 @@ def checked(accelerator: Accelerator, model: nn.Module) -> DistributedDataParall
     ddp = frameworks.wrapped(model)
     if ddp is None:
         raise UsageError(
-            f"a {type(model).__name__} came, which is not wrapped in DistributedDataParallel. Pass "
+            f"compress received a {type(model).__name__} without DistributedDataParallel. Pass "
             "what accelerator.prepare(model, optimizer) returned"
         )
     return ddp
 
 
 def _checkpoint(accelerator: Accelerator, hook: CommHook, name: str) -> None:
-    """Have `save_state` and `load_state` save and load the hook's state, on every rank."""
+    """Let `save_state` and `load_state` save and load the hook's state, on every rank."""
 
     def save(models: Sequence[nn.Module], weights: Sequence[Any], folder: str) -> None:
         frameworks.save(hook, folder, name)
@@ -124,7 +124,7 @@ def _checkpoint(accelerator: Accelerator, hook: CommHook, name: str) -> None:
 
 
 def _log(accelerator: Accelerator, hook: CommHook, optimizer: Optimizer, every: int) -> None:
-    """Have the optimizer's steps log what the hook sent and compared."""
+    """Let the optimizer's steps log the hook's bytes and comparisons."""
     metrics = frameworks.Metrics(hook)
 
     def log(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ranks agree before each exchange: on what is wrong, and on what must be the same on all."""
+"""Ranks agree before each exchange: on faults, and on what must be the same on all of them."""
 
 from __future__ import annotations
 
@@ -16,39 +16,38 @@ from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.core.exchange import Exchange
 
 BYTES = 16
-"""What a rank hands over in one agreement: two integers."""
+"""What a rank sends in one agreement: two integers."""
+KINDS: dict[str, type[GcbenchError]] = {"usage": UsageError, "error": GcbenchError}
+"""Kind of a fault -> its error; "diverged", whose error has a step, is separate."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Why no rank may go on: the text of the error that all of them raise."""
+    """Why no rank may continue: the text of the error that all of them raise."""
 
     kind: str
-    """"diverged", "usage" or "error"."""
+    """"diverged" or a key of `KINDS`."""
     text: str
     step: int
 
     @classmethod
     def of(cls, error: GcbenchError, step: int) -> Fault:
-        """Return the fault that an error of this rank is for all."""
-        kind = "error"
+        """Return the fault that this rank's error is for all ranks."""
         if isinstance(error, DivergedError):
-            kind = "diverged"
-        elif isinstance(error, UsageError):
-            kind = "usage"
-        return cls(kind, str(error), step)
+            return cls("diverged", str(error), step)
+        return cls("usage" if isinstance(error, UsageError) else "error", str(error), step)
 
     @property
     def error(self) -> GcbenchError:
         """The error to raise."""
         if self.kind == "diverged":
             return DivergedError(self.text, self.step)
-        return (UsageError if self.kind == "usage" else GcbenchError)(self.text)
+        return KINDS[self.kind](self.text)
 
 
 @dataclass(frozen=True)
 class Common:
-    """What must be the same on all ranks at an exchange, by a name for people; JSON values."""
+    """JSON values that must be the same on all ranks at an exchange, by a readable name."""
 
     values: Mapping[str, Any]
     digest: int
@@ -72,24 +71,24 @@ def digest(x: Tensor) -> int:
 
 
 def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | None:
-    """Return the fault of the first rank that has one, or that the ranks differ; None: go on.
+    """Return the fault of the first rank that has one, or that the ranks differ; else None.
 
-    All ranks of the exchange's world call it at the same place, and all get the same fault. It
-    costs `BYTES` per rank; only after a fault are texts exchanged, too.
+    All ranks of the exchange's world call it at the same place and get the same fault. Each rank
+    sends `BYTES`; only after a fault do they also exchange texts.
     """
     rows = exchange.agree([mine is not None, common.digest])
     if rows == [[0, common.digest]] * len(rows):
         return None
-    own = {
+    report = {
         "fault": None if mine is None else asdict(mine),
         "values": dict(common.values),
         "rank": dist.get_rank(),
     }
-    everyone: list[dict[str, Any]] = exchange.world.collect([own])
-    for each in everyone:
+    reports: list[dict[str, Any]] = exchange.world.collect([report])
+    for each in reports:
         if each["fault"] is not None:
             return Fault(**each["fault"])
-    different = differences({each["rank"]: each["values"] for each in everyone})
+    different = differences({each["rank"]: each["values"] for each in reports})
     remedy = "Set the same rates, and load states of the same step, on every rank"
     if "position" in different:
         remedy = "Run the same forward and backward passes on every rank, also after an error"
@@ -102,9 +101,9 @@ def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | Non
 
 
 def differences(values: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
-    """Return which values differ between ranks: by name, a text with each rank's.
+    """Return the names of values that differ between ranks, with a text that lists them.
 
-    `values`: each rank's, by name.
+    `values`: per rank, values by name.
     """
     first = next(iter(values.values()))
     names = dict.fromkeys(name for each in values.values() for name in each)

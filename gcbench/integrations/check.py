@@ -1,10 +1,10 @@
-"""The compressed mean compared with the plain mean, tensor by tensor; gradients that diverge."""
+"""The compressed mean compared with the plain mean, per tensor; and gradients that diverge."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import DivergedError
 
 JUDGED_FROM = 256
-"""Tensors of fewer elements are not warned about: a coarse code may lose all of a few numbers."""
+"""Minimum elements of a tensor to warn about: a coarse code may lose all of a few numbers."""
 CONTRACTED = 1.5
-"""The default bound of the relative error of methods that contract, whose error is below 1.
+"""The default bound of the relative error of contractive methods, whose error is below 1.
 
 It leaves room for the residuals that owners of a two-shot exchange add, and for random draws.
 """
@@ -36,11 +36,11 @@ class Comparison:
     cosine: float
     """<c, m> / (||c|| ||m||); 1 where both are zero, 0 where one is."""
     zeros: float
-    """Share of the elements of c that are exactly zero."""
+    """Fraction of the elements of c that are exactly zero."""
     bits: float
-    """Bits an element that this rank handed over for the tensor's lane at this step.
+    """Bits per element that this rank sent for the tensor's lane at this step.
 
-    What ranks send to agree on scales is included.
+    It includes what ranks send to agree on scales.
     """
 
 
@@ -59,23 +59,23 @@ def compare(step: int, name: str, applied: Tensor, plain: Tensor, bits: float) -
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits beyond which a comparison is warned about."""
+    """Limits of a comparison; beyond them the hook warns."""
 
     error: float
-    """The largest relative error without a warning."""
+    """The largest relative error without a warning; the default follows the method's claims."""
     cosine: float = 0.0
-    """A cosine at or below it is warned about: the mean points elsewhere than the plain mean.
+    """The hook warns at this cosine or below: the mean has another direction than the plain mean.
 
-    Where the plain mean is zero there is no direction, and the cosine is not judged.
+    A plain mean of zero has no direction, and its cosine is not judged.
     """
 
     @classmethod
     def of(cls, method: Compressor, error: float | None) -> Bounds:
-        """Return the bounds for a method; `error` is the user's bound of the error, None: by claim.
+        """Return the bounds for a method.
 
-        By claim it is 1.5 for a method that contracts and takes means, and infinite for others. A
-        vote of signs is no mean: it has another length, and where workers disagree another
-        direction, so only a vote that points the opposite way is found, by a cosine of -0.5.
+        `error`: the bound of the relative error. None: 1.5 for a contractive method that takes
+        means, infinite for others. A vote of signs has another length than the mean, and another
+        direction where workers disagree, so only a cosine of -0.5 or less is reported.
         """
         claims = method.claims
         means = claims.aggregate == "mean"
@@ -83,35 +83,41 @@ class Bounds:
             error = CONTRACTED if claims.contractive and means else math.inf
         return cls(error, 0.0 if means else -0.5)
 
-    def judge(self, found: Comparison) -> str:
-        """Return what is wrong with one tensor, for people; "" if nothing is."""
-        if found.elements < JUDGED_FROM or (found.relative_error, found.cosine) == (0, 1):
+    def judge(self, comparison: Comparison) -> str:
+        """Return a text that says what is wrong with one tensor; "" if nothing is."""
+        exact = (comparison.relative_error, comparison.cosine) == (0, 1)
+        if exact or comparison.elements < JUDGED_FROM:
             return ""
         wrong = []
-        # Written so that NaN is wrong.
-        if not found.relative_error <= self.error:
-            wrong.append(f"relative error {found.relative_error:.3g}, bound {self.error:g}")
-        if found.relative_error != math.inf and not found.cosine > self.cosine:
-            wrong.append(f"cosine {found.cosine:.3g}, above {self.cosine:g} expected")
+        # NaN fails both comparisons.
+        if not comparison.relative_error <= self.error:
+            wrong.append(f"relative error {comparison.relative_error:.3g}, bound {self.error:g}")
+        if comparison.relative_error != math.inf and not comparison.cosine > self.cosine:
+            wrong.append(f"cosine {comparison.cosine:.3g}, above {self.cosine:g} expected")
         return " and ".join(wrong)
 
 
-def warn(method: Compressor, bounds: Bounds, found: Sequence[Comparison]) -> None:
-    """Issue one UserWarning for all tensors that are beyond the bounds."""
-    judged = [(each, bounds.judge(each)) for each in found]
+def warn(method: Compressor, bounds: Bounds, comparisons: Sequence[Comparison]) -> None:
+    """Issue one UserWarning for all tensors of a step that are beyond the bounds."""
+    judged = [(each, bounds.judge(each)) for each in comparisons]
     wrong = [f"{each.name}: {why}" for each, why in judged if why]
     if wrong:
         more = f"; and {len(wrong) - 5} more tensors" if len(wrong) > 5 else ""
         warnings.warn(
-            f"step {found[0].step}: the mean by {method!r} is far from the plain mean. "
-            f"{'; '.join(wrong[:5])}{more}. If the method is not meant to be so inexact, check it: "
-            f"gcbench verify {registry.spec(method.name or type(method).__name__)}",
+            f"step {comparisons[0].step}: the mean by {method!r} is far from the plain mean. "
+            f"{'; '.join(wrong[:5])}{more}. If the method should be more exact than this, check "
+            f"it: gcbench verify {registry.spec(method.name or type(method).__name__)}",
             stacklevel=2,
         )
 
 
+def is_finite(x: Tensor) -> bool:
+    """Return whether all values are finite."""
+    return math.isfinite(float(x.sum())) or bool(x.isfinite().all())  # the sum may overflow
+
+
 def diverged(rank: int, name: str, step: int) -> DivergedError:
-    """Return the error for a gradient that is not finite, of the parameter of this name."""
+    """Return the error for a non-finite gradient of the parameter with this name."""
     return DivergedError(
         f"rank {rank}: the gradient of {name} is not finite at step {step}. Lower the learning "
         'rate; or skip such steps on all ranks, as a GradScaler does: on_nonfinite="skip", with '
@@ -120,27 +126,37 @@ def diverged(rank: int, name: str, step: int) -> DivergedError:
     )
 
 
-def overflowed(
+def misfit(
+    method: Compressor,
+    means: Iterable[tuple[str, Tensor]],
+    dtypes: Mapping[str, Sequence[torch.dtype]],
+    step: int,
+) -> DivergedError | None:
+    """Return the error for the first decoded mean that one of its dtypes cannot represent.
+
+    `means`: names and means, float32. `dtypes`: those that a mean will be converted to, by name.
+    """
+    for name, mean in means:
+        for dtype in dtypes[name]:
+            if not is_finite(mean.to(dtype).float()):
+                return _overflowed(method, name, mean, dtype, step)
+    return None
+
+
+def _overflowed(
     method: Compressor, name: str, mean: Tensor, dtype: torch.dtype, step: int
 ) -> DivergedError:
-    """Return the error for a decoded mean that its parameter's dtype cannot hold."""
-    word = registry.spec(method.name or type(method).__name__)
+    spec = registry.spec(method.name or type(method).__name__)
     if not mean.isfinite().all():
         return DivergedError(
-            f"the mean of {name} that {word} decoded is not finite at step {step}, and every "
-            f"gradient was: the method or its memory is at fault. Check it: gcbench verify {word}",
+            f"the mean of {name} that {spec} decoded is not finite at step {step}, and every "
+            f"gradient was: the method or its memory is faulty. Check it: gcbench verify {spec}",
             step,
         )
     return DivergedError(
-        f"the mean of {name} that {word} decoded reaches {float(mean.abs().max()):.3g} at step "
+        f"the mean of {name} that {spec} decoded reaches {float(mean.abs().max()):.3g} at step "
         f"{step}, and its {dtype} overflows at {torch.finfo(dtype).max:.3g}, though every gradient "
-        "was finite. Keep the parameters in float32 with torch.autocast, or in bfloat16; or take a "
+        "was finite. Keep the parameters in float32 with torch.autocast, or in bfloat16; or use a "
         "method that does not enlarge values",
         step,
     )
-
-
-def fits(mean: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all values of a mean, float32, are finite in its parameter's dtype."""
-    cast = mean.to(dtype)
-    return math.isfinite(float(cast.float().sum())) or bool(cast.isfinite().all())

@@ -1,32 +1,28 @@
 """Gradient compression inside DistributedDataParallel: `gcbench.comm_hook(...).register(model)`.
 
-DDP hands its buckets to a hook while backward runs. Here one thread takes them, first in, first
-out. It has a process group that nothing else uses: a method may need several collectives one after
-the other, and in DDP's own group they would hang or get mixed up. As soon as all gradients of a
-lane have come (see `gcbench.integrations.plan`), the thread exchanges it by the same
+DDP passes its buckets to a hook while backward runs. Here one thread processes them, first in,
+first out, in a process group that nothing else uses: a method may need several collectives in a
+row, and in DDP's own group they would hang or get mixed up. As soon as all gradients of a lane have
+arrived (see `gcbench.integrations.plan`), the thread exchanges it by the same
 `gcbench.core.exchange.Exchange` as gcbench's own engines. DDP waits for it at the end of backward.
 
 Nothing depends on DDP's buckets, which change after the first steps and after a restart: random
-numbers are addressed by (seed, step, rank, place of the element in the model), what is carried is
-kept by the parameter's name, and a resumed job ends in the bits of an uninterrupted one.
+numbers are addressed by (seed, step, rank, position of the element in the model), states are keyed
+by the parameter's name, and a resumed job ends in the same bits as an uninterrupted one.
 
-On a GPU the exchange has a stream of its own, which waits for the bucket by an event. That path has
+On a GPU the exchange has its own stream, which waits for the bucket by an event. That path has
 never run.
 """
 
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
-import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field, replace
-from datetime import timedelta
-from typing import Any, NoReturn, Self
+from dataclasses import astuple, dataclass, replace
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -35,96 +31,66 @@ from gcbench.core import rule, sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
-from gcbench.core.exchange import (
-    Exchange,
-    Lane,
-    check_legal,
-    checked_rate,
-    classifier,
-    dense_tensors,
-    lane_of,
-)
-from gcbench.core.memory import Memory
+from gcbench.core.exchange import Lane, checked_rate, classifier, dense_tensors, lane_of
 from gcbench.core.resize import redistributed
 from gcbench.core.world import Traffic
-from gcbench.integrations import agreement, arguments, check, chosen, handshake, unregistered
+from gcbench.integrations import arguments, check, handshake, unregistered
 from gcbench.integrations import plan as plans
-from gcbench.integrations.agreement import Common, Fault
+from gcbench.integrations.agreement import Common, Fault, digest
 from gcbench.integrations.check import Bounds, Comparison
-from gcbench.integrations.chosen import Stages
 from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
-    NONFINITE,
     RESIZE,
     BeforeForward,
     Copied,
     Hook,
-    HookWorld,
+    HookSettings,
     RankState,
+    common_settings,
     compressed,
     key_of,
     traffic_of,
 )
+from gcbench.integrations.hook_world import HookWorld
+from gcbench.integrations.level import Level
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.worker import Worker
 
+T = TypeVar("T")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Types that parameters may have: the exchange works in float32, which holds all three exactly."""
+"""Dtypes of parameters: the exchange works in float32, which represents all three exactly."""
 CLOSING = 5.0
-"""The most seconds that `close` waits for a collective that is under way."""
+"""Maximum seconds that `close` waits for a running collective."""
 RECORDS = 10_000
-"""The most comparisons that `CommHook.records` has; older ones are dropped."""
+"""Maximum number of comparisons in `CommHook.records`; older ones are dropped."""
 CLOSED = (
     "the hook of this model was closed. Wrap the module in a new DistributedDataParallel, and "
-    "register a new hook, to train on"
+    "register a new hook, to continue training"
 )
-"""Said where a model is trained whose hook was closed."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What `comm_hook` was asked for."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(HookSettings):
+    """The arguments of `comm_hook`."""
 
-    compressor: Compressor
-    """The one that holds from step 0 on."""
-    collective: str
-    memory: Memory
-    dense_below: int
     dense_last: bool
-    start_step: int
     check_every: int
     check_error: float | None
     on_check: Callable[[list[Comparison]], None] | None
-    seed: int
     bucket_mb: float
-    timeout: float
-    on_nonfinite: str = "stop"
-    on_resize: str = "refuse"
-    later: Stages = field(default_factory=dict)
-    """The compressors that hold from later steps on."""
+    on_resize: str
     agree: bool = True
-    """Whether ranks agree before each exchange. gcbench's own engines stop all workers where one
-    fails, and their results have the bytes of gradients alone."""
-
-    @property
-    def methods(self) -> Stages:
-        """The compressor that holds from each step on."""
-        return {0: self.compressor, **self.later}
-
-    @property
-    def stages(self) -> list[int]:
-        """The steps from which lanes are exchanged in another way than before, and 0."""
-        return sorted({0, self.start_step, *self.later})
+    """Whether ranks agree before each exchange. gcbench's own engines stop all workers if one
+    fails, and their results count the bytes of gradients alone."""
 
     def lanes(self, plan: Plan, step: int) -> list[Lane]:
         """Return how each lane of the plan is exchanged from `step` on."""
-        way = (chosen.at(self.methods, step), self.collective, self.memory)
         return [
             lane_of(
                 [placed.shape for placed in tensors],
                 tensors[0].start,
-                *way,
+                *self.at(step),
                 exact=dense or step < self.start_step,
             )
             for tensors, dense in zip(plan.lanes, plan.dense, strict=True)
@@ -154,99 +120,93 @@ def comm_hook(
 ) -> "CommHook":
     """Return a hook that compresses the gradients of a DistributedDataParallel model.
 
-    `hook.register(model)` on every rank, after DDP has wrapped the module. The optimizer then gets
-    the mean of what the ranks sent, the same bits on each.
+    Call `hook.register(model)` on every rank, after DDP has wrapped the module. The optimizer then
+    receives the mean of the ranks' payloads, with the same bits on each.
 
     Args:
         compressor: a registered name (`gcbench list compressors`), a file (./mine.py), or a
             compressor.
-        memory: what is carried from step to step, by name; default what the method published. With
-            `momentum` and `dgc` the optimizer must have none of its own.
+        memory: name or file of the memory; default the method's. With `momentum` and `dgc` the
+            optimizer must not have a momentum.
         memory_options: fields of the memory.
         collective: one of the method's legal ones; default the first of them.
-        dense_below: tensors of fewer elements stay fp32.
-        dense_last: the last layer stays fp32.
+        dense_below: tensors of fewer elements stay in fp32.
+        dense_last: the last layer stays in fp32.
         start_step: steps before it are exchanged in fp32.
-        check_every: at each step that is a multiple of it the plain mean is taken as well, and
-            each tensor's compressed mean is compared with it; 0 for never.
-        check_error: a warning names the tensors whose relative error is larger; default 1.5 for
-            methods that contract, no limit for others. It also names those whose cosine is 0 or
-            less (of votes -0.5 or less).
-        on_check: a function that gets the comparisons of a step, in the thread that exchanges. It
-            must not call `state_dict`, `load_state_dict` or `close`, which wait for that thread.
+        check_every: at each step that is a multiple of it, compute the plain mean as well and
+            compare each tensor's compressed mean with it; 0 for never.
+        check_error: warn about tensors whose relative error is larger; default 1.5 for contractive
+            methods, no limit for others. The warning also names those whose cosine is 0 or less
+            (-0.5 or less for votes).
+        on_check: a function that receives the comparisons of a step, in the thread that exchanges.
+            It must not call `state_dict`, `load_state_dict` or `close`, which wait for that thread.
         seed: of random numbers; models trained at the same time should have different ones.
-        bucket_mb: tensors of together about this many MiB in fp32 are exchanged together.
+        bucket_mb: size of a group of tensors that are exchanged together, in MiB of fp32.
         timeout: seconds that a rank waits for the others in a collective.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
-            learning rate of their parameter's group. It may be given to `register` instead. Without
+            learning rate of their parameter's group. You may pass it to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
         scaler: the torch.amp.GradScaler that scales the loss: residuals follow its scale.
-        on_nonfinite: what to do where a rank's gradient is not finite. "stop": every rank raises
+        on_nonfinite: what to do if a rank's gradient is not finite. "stop": every rank raises
             DivergedError, which names that rank and the tensor. "skip": no rank exchanges anything
-            at this step, residuals stay as they are, and every rank gets NaN for all gradients, so
+            at this step, residuals do not change, and every rank gets NaN for all gradients, so
             that a GradScaler skips its step on all ranks. The exchange then begins after the last
             gradient and does not overlap with backward. Default: "skip" with a scaler, else "stop".
-        on_resize: "redistribute": a state that was saved with another number of ranks is accepted;
-            the sum of all residuals is kept. "refuse" (default): it is refused.
+        on_resize: "redistribute": accept a state that was saved with another number of ranks, and
+            preserve the sum of all residuals. "refuse" (default): refuse it.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
             {0: 0.25, 100: 0.01}.
 
     Raises:
         gcbench.core.errors.UsageError: an unknown name, field or value, or an illegal collective.
     """
-    arguments.optional_text("memory", memory)
     arguments.optional_text("collective", collective)
-    arguments.optional_mapping("memory_options", memory_options)
     arguments.optional_function("on_check", on_check)
-    methods = chosen.stages(compressor, options)
-    for method in methods.values():
-        collective = check_legal(method, collective)
     if check_error is not None:
         arguments.number("check_error", check_error)
-    if on_nonfinite is None:
-        on_nonfinite = "stop" if scaler is None else "skip"
-    carried = chosen.memory(memory, memory_options, methods)
-    start_step = arguments.integer("start_step", start_step, sealed.STEPS)
-    check_every = arguments.integer("check_every", check_every)
-    for method in methods.values():
-        rule.check_legal(method.rule, carried, start_step, method)
+    settings = Settings(
+        **common_settings(
+            compressor,
+            options,
+            memory=memory,
+            memory_options=memory_options,
+            collective=collective,
+            dense_below=dense_below,
+            start_step=start_step,
+            seed=seed,
+            timeout=timeout,
+            scaler=scaler,
+            on_nonfinite=on_nonfinite,
+        ),
+        dense_last=arguments.flag("dense_last", dense_last),
+        check_every=arguments.integer("check_every", check_every),
+        check_error=check_error,
+        on_check=on_check,
+        bucket_mb=arguments.number("bucket_mb", bucket_mb),
+        on_resize=arguments.choice("on_resize", on_resize, RESIZE),
+    )
+    for method in settings.methods.values():
+        rule.check_legal(method.rule, settings.memory, settings.start_step, method)
         if check_every and not method.rule.plain:
             raise UsageError(
                 f"check_every={check_every} compares means, and the update rule of {method!r} "
-                "makes directions of them: leave check_every out"
+                "converts them to directions: leave check_every out"
             )
-    settings = Settings(
-        compressor=methods[0],
-        later={start: method for start, method in methods.items() if start},
-        collective=collective or "",
-        memory=carried,
-        dense_below=arguments.integer("dense_below", dense_below),
-        dense_last=arguments.flag("dense_last", dense_last),
-        start_step=start_step,
-        check_every=check_every,
-        check_error=check_error,
-        on_check=on_check,
-        seed=arguments.integer("seed", seed, arguments.SEEDS),
-        bucket_mb=arguments.number("bucket_mb", bucket_mb),
-        timeout=arguments.number("timeout", timeout, 0.001, finite=True),
-        on_nonfinite=arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
-        on_resize=arguments.choice("on_resize", on_resize, RESIZE),
-    )
     return CommHook(settings, Rates(optimizer, scaler))
 
 
 @dataclass(eq=False)
 class _Arrived:
-    """A bucket of DDP whose mean is still to come."""
+    """A bucket of DDP whose mean is not complete."""
 
     buffer: Tensor
     parts: list[tuple[Placed, Tensor]]
-    """Its tensors, and where each lies in the buffer, in the parameter's strides."""
+    """Its tensors with their views of the buffer, in the parameter's strides."""
     done: torch.futures.Future[Any]
 
 
 class CommHook(Hook):
-    """One model's compressed exchange, made by `comm_hook`."""
+    """One model's compressed exchange, created by `comm_hook`."""
 
     CALL = "gcbench.comm_hook"
     FORMAT = 2
@@ -254,11 +214,14 @@ class CommHook(Hook):
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)
-        self._step = self._skipped = 0
+        self._step = 0
+        self._checked_bytes = Traffic()
         self._records: deque[Comparison] = deque(maxlen=RECORDS)
         self._ready = 0.0
         self._in_backward = False
-        """Whether a backward pass has handed over a bucket and did not end."""
+        """Whether a backward pass has passed on a bucket and has not ended."""
+        self._agreed = False
+        """Whether all ranks know of the error that is about to be raised."""
         unregistered.expect(self)
         self._worker: Worker | None = None
         """None: not registered, or nothing is exchanged, as there is one rank."""
@@ -270,48 +233,37 @@ class CommHook(Hook):
     ) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
-        With one rank nothing is sent and nothing changes, but steps are counted; an update rule of
-        the method is applied all the same.
+        With one rank nothing is sent and nothing changes, except that steps are counted and an
+        update rule of the method is applied.
 
         Args:
             model: the wrapped model.
-            optimizer: as for `comm_hook`, if it was not given there.
-            scaler: as for `comm_hook`, if it was not given there. `on_nonfinite` stays as it is.
+            optimizer: as for `comm_hook`, if not passed there.
+            scaler: as for `comm_hook`, if not passed there. `on_nonfinite` does not change.
 
         Raises:
-            gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
-                differ in what they registered: on every rank, with what to do.
-            gcbench.core.errors.PeerLostError: another rank did not come.
+            gcbench.core.errors.UsageError: this model cannot be compressed, or the ranks registered
+                different settings: on every rank, with the remedy.
+            gcbench.core.errors.PeerLostError: another rank did not register.
         """
         unregistered.settle(self)
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
-                f"a {type(model).__name__} came: wrap the module in "
+                f"register received a {type(model).__name__}: wrap the module in "
                 "torch.nn.parallel.DistributedDataParallel first, and register on that, before "
                 "torch.compile"
             )
-        refused, summary = "", {}
         self._size = model.process_group.size()
-        try:
-            self._rates.add(optimizer, scaler)
-            named = self._examine(model)
-            plan = self._plan(model, named)
-            self._summary = summary = self._summarize(model, plan, named)
-            self._prepare(model, plan, named)
-            if self._loaded is not None:
-                self._adopt(self._loaded)
-                summary["step"] = self._step
-            self._follow_steps(named)
-        except UsageError as error:
-            refused, summary = str(error), {}
+        refused, summary = self._prepared(lambda: self._prepare(model), optimizer, scaler)
         seconds = min(self.settings.timeout, handshake.PATIENCE)
-        alone = Roster.alone()
-        store, roster = handshake.meet(model.process_group, summary, refused, seconds, alone)
+        store, roster = handshake.meet(
+            model.process_group, summary, refused, seconds, Roster.alone()
+        )
         self._registered, self._loaded = True, None
         self._frozen = [
             (name, parameter)
             for name, parameter in model.module.named_parameters()
-            if name not in named and name not in getattr(model, "parameters_to_ignore", ())
+            if name not in self._dtypes and name not in getattr(model, "parameters_to_ignore", ())
         ]
         if self._exchanges:
             self._begin(model, store, roster)
@@ -328,13 +280,8 @@ class CommHook(Hook):
 
     @property
     def step(self) -> int:
-        """Backward passes outside `no_sync` so far, those that were skipped among them."""
+        """Backward passes outside `no_sync` so far, with those that were skipped."""
         return self._step
-
-    @property
-    def skipped(self) -> int:
-        """Steps at which a gradient was not finite and nothing was exchanged, since `register`."""
-        return self._skipped
 
     @property
     def records(self) -> list[Comparison]:
@@ -343,105 +290,56 @@ class CommHook(Hook):
 
     @property
     def ready(self) -> float:
-        """When DDP last handed over a bucket, by `time.perf_counter`.
+        """The time at which DDP last passed on a bucket, by `time.perf_counter`.
 
-        After the last bucket of a backward pass there is nothing left to compute, and backward
-        waits for the exchange.
+        After the last bucket of a backward pass all gradients are computed, and backward waits for
+        the exchange.
         """
         return self._ready
 
     def optimizer(
         self, parameters: Iterable[Any], lr: float, *, weight_decay: float = 0.0
     ) -> torch.optim.SGD:
-        """Return the optimizer for a method with an update rule of its own.
+        """Return the optimizer for a method with its own update rule.
 
-        It is plain SGD: theta <- theta - lr (d + weight_decay theta), d being the direction that
-        the rule makes of the decoded mean, which the hook delivers as the gradient. The hook
+        It is plain SGD: theta <- theta - lr (d + weight_decay theta), where d is the direction that
+        the rule computes from the decoded mean; the hook returns it as the gradient. The hook
         follows its learning rates, as with `optimizer=`.
 
         Raises:
             gcbench.core.errors.UsageError: the method has no update rule, so any optimizer will do;
-                or the hook has an optimizer already.
+                or the hook already has an optimizer.
         """
         method = self.settings.compressor
         if method.rule.plain:
             raise UsageError(
-                f"{method!r} has no update rule of its own: give the parameters to any optimizer"
+                f"{method!r} has no update rule of its own: pass the parameters to any optimizer"
             )
-        made = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             parameters, lr=checked_rate(lr), momentum=0.0, weight_decay=weight_decay
         )
-        self._rates.add(made, None)
+        self._rates.add(optimizer, None)
         if self._registered:
             self._follow_steps(dict(zip(self._dtypes, self._parameters, strict=True)))
-        return made
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of this rank since the first step, with `agreement`, without `checked`."""
-        return replace(self._world.traffic[0]) if self._worker else Traffic()
-
-    @property
-    def agreement(self) -> Traffic:
-        """The part of `traffic` by which ranks agree before each exchange of a lane."""
-        return replace(self._exchange.agreement) if self._worker else Traffic()
+        return optimizer
 
     @property
     def checked(self) -> Traffic:
-        """Bytes that `check_every` cost this rank."""
+        """Bytes of this rank for `check_every`, which `traffic` does not contain."""
         return replace(self._checked_bytes)
 
     @property
     def plain_bytes(self) -> float:
-        """Bytes that this rank would have handed over in fp32."""
+        """Bytes that this rank would have sent in fp32."""
         return 4.0 * self._step * self._flat.numel() if self._worker else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds of the exchanging thread by phase: statistic, encode, communicate, decode."""
-        return self._clock.seconds if self._worker else {}
-
-    def state_dict(self) -> RankState:
-        """Return what this rank carries, under "rank R of N": for `torch.save` and for DCP.
-
-        Numbers, strings and tensors. Every rank has its own and saves its own; between steps, after
-        backward. After `close` it is the state at the end.
-
-        Raises:
-            gcbench.core.errors.UsageError: `on_check` called it.
-        """
-        self._outside("state_dict")
-        if not self._registered:
-            return RankState(self._loaded or {})
-        if self._worker is None or self._closed:
-            return self._state()
-        return self._worker.submit(self._state).result()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a `state_dict` of the same rank, before `register` or after it.
-
-        All ranks load theirs, of the same step: they compare it when they register, or at the next
-        exchange.
-
-        Raises:
-            gcbench.core.errors.UsageError: not such a state, or of another rank, world size or
-                configuration; or `on_check` called it.
-        """
-        self._outside("load_state_dict")
-        self._keep(state)
-        if not self._registered or self._loaded is None:
-            return
-        loaded, self._loaded = self._loaded, None
-        if self._worker is None:
-            self._adopt(loaded)
-        elif self._closed:
-            raise UsageError(CLOSED)
-        else:
-            self._worker.submit(lambda: self._adopt(loaded)).result()
-        self._loads += 1
+        return self._level.clock.seconds if self._worker else {}
 
     def close(self) -> None:
-        """End the thread and the process group. The model cannot be trained on after that.
+        """End the thread and the process group. The model cannot be trained after that.
 
         Raises:
             gcbench.core.errors.UsageError: `on_check` called it.
@@ -454,15 +352,21 @@ class CommHook(Hook):
         self._rates.close()
         if self._worker is not None:
             self._worker.close(CLOSING)
-            self._world.close()
+            self._level.world.close()
 
     def _outside(self, what: str) -> None:
         """Raise UsageError in the thread that exchanges, which would wait for itself."""
         if self._worker is not None and self._worker.is_current:
             raise UsageError(
-                f"on_check called {what}, which waits for the thread that runs on_check. Note what "
-                "is needed there, and call the hook after backward"
+                f"on_check called {what}, which waits for the thread that runs on_check. Store "
+                "what you need there, and call the hook after backward"
             )
+
+    def _serialized(self, call: Callable[[], T]) -> T:
+        """Return the result of a call in the thread that exchanges, if it runs."""
+        if self._worker is None or self._closed:
+            return call()
+        return self._worker.submit(call).result()
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -472,7 +376,9 @@ class CommHook(Hook):
         Raises:
             UsageError: the model cannot have this hook, or its gradients cannot be compressed.
         """
-        self._check_free(model)
+        if self._closed:
+            raise UsageError("this hook was closed: make a new one")
+        _check_free(model)
         ignored = getattr(model, "parameters_to_ignore", ())
         named = {
             name: parameter
@@ -484,103 +390,43 @@ class CommHook(Hook):
         handshake.check_backend("the model's", model.process_group, device)
         return named
 
-    def _check_free(self, model: DistributedDataParallel) -> None:
-        """Raise UsageError if this hook is in use, or the model has no place for a hook."""
-        if self._registered:
-            raise UsageError("this hook is registered already: make one for each model")
-        if self._closed:
-            raise UsageError("this hook was closed: make a new one")
-        if getattr(model, "mixed_precision", None) is not None:
-            raise UsageError(
-                "DDP(mixed_precision=...) takes the one place for a hook itself. Leave it out and "
-                "use torch.autocast around the forward pass, or parameters in bfloat16"
-            )
-        if getattr(model, "_use_python_reducer", False):
-            raise UsageError(
-                'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP averages '
-                "gradients without its hook. Set it to True or False before "
-                "DistributedDataParallel wraps the module"
-            )
-        before = model._forward_pre_hooks
-        for key in [key for key, each in before.items() if isinstance(each, Copied)]:
-            del before[key]
-            model._comm_hooks = [each for each in model._comm_hooks if each[0] is not compressed]
-        if getattr(model, "_comm_hooks", ()):
-            raise UsageError(
-                "the model has a communication hook, and DDP takes one. Wrap the module in a new "
-                "DistributedDataParallel to register another"
-            )
-
-    def _plan(self, model: DistributedDataParallel, named: Mapping[str, nn.Parameter]) -> Plan:
-        settings = self.settings
+    def _prepare(self, model: DistributedDataParallel) -> Mapping[str, Tensor]:
+        """Make the exchange, without its process group; return the parameters by name."""
+        settings, named = self.settings, self._examine(model)
         names, shapes = list(named), [tuple(p.shape) for p in named.values()]
         last = classifier(model.module) if settings.dense_last else []
         dense = dense_tensors(names, shapes, settings.dense_below, last)
-        return Plan.of(names, shapes, dense, settings.bucket_mb * 2**20 / 4)
-
-    def _summarize(
-        self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
-    ) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by a readable name."""
-        settings, rates = self.settings, self._rates
+        plan = Plan.of(names, shapes, dense, settings.bucket_mb * 2**20 / 4)
         layout = [
             [[placed.name, placed.shape, str(named[placed.name].dtype)] for placed in lane]
             for lane in plan.lanes
         ]
-        digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
-        count = sum(placed.numel for placed in plan.tensors)
-        follows = "optimizer" if rates.optimizers else "hook.lr"
-        return {
-            **chosen.summary(settings.methods, settings.collective, settings.memory),
-            "dense_below": settings.dense_below,
+        numel = sum(placed.numel for placed in plan.tensors)
+        self._summary = {
+            **self._summarize(settings.summary(), len(plan.tensors), numel, layout),
             "dense_last": settings.dense_last,
-            "start_step": settings.start_step,
             "check_every": settings.check_every,
-            "seed": settings.seed,
             "bucket_mb": settings.bucket_mb,
-            "on_nonfinite": settings.on_nonfinite,
-            "rates": follows + (" and scaler" if rates.scaler is not None else ""),
             "unused parameters": bool(model.find_unused_parameters or model.static_graph),
-            "parameters": f"{len(plan.tensors)} with {count} elements, layout {digest}",
-            "step": self._step,
         }
-
-    def _prepare(
-        self, model: DistributedDataParallel, plan: Plan, named: Mapping[str, nn.Parameter]
-    ) -> None:
-        """Make the exchange, but for its process group."""
-        device, group = next(iter(named.values())).device, model.process_group
-        limit = timedelta(seconds=self.settings.timeout)
-        members = dist.get_process_group_ranks(group)
-        where = "comm_hook(timeout=...)"
-        self._world = HookWorld(device, members, group.rank(), limit, where)
-        self._clock = Totals(device)
-        self._plan_made = plan
+        device = next(iter(named.values())).device
+        self._plan = plan
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
         self._dtypes = {name: parameter.dtype for name, parameter in named.items()}
-        self._parameters = list(named.values())  # so that no other tensor gets their ids
-        self._exchange = self._made(0)
-
-    def _made(self, step: int) -> Exchange:
-        """Return a new exchange, as it is before that of `step`, at which a stage may begin.
-
-        It passes through all stages first, so that states have the same entries at every step.
-        """
-        settings, plan, parts = self.settings, self._plan_made, []
-        lanes = [settings.lanes(plan, start) for start in settings.stages]
-        made = Exchange(self._world, lanes[0], settings.seed, self._clock)
-        for number, lane in enumerate(plan.lanes):
-            first = plan.stretch(number).start
-            parts.append([slice(p.start - first, p.start - first + p.numel) for p in lane])
-        made.divide(parts)
-        for each in lanes[1:]:
-            made.change(each)
-        made.change(settings.lanes(plan, max(0, step - 1)))
-        return made
+        self._parameters = list(named.values())  # a reference, so that their ids stay unique
+        self._level = Level(
+            self._world_of(model.process_group, device),
+            lambda step: settings.lanes(plan, step),
+            settings.stages,
+            [[(placed.name, placed.numel) for placed in lane] for lane in plan.lanes],
+            settings.seed,
+            Totals(device),
+        )
+        return named
 
     def _begin(self, model: DistributedDataParallel, store: Store, roster: Roster) -> None:
-        """Make the process group and the thread."""
-        world = self._world
+        """Create the process group and the thread."""
+        world = self._level.world
         device = world.device
         try:
             world.connect(store, roster)
@@ -592,7 +438,7 @@ class CommHook(Hook):
         self._rebuilds = bool(model.static_graph or not model.find_unused_parameters)
         """Whether DDP forms its buckets anew after its first step."""
         self._partial = bool(model.find_unused_parameters or model.static_graph)
-        self._flat = torch.zeros(sum(p.numel for p in self._plan_made.tensors), device=device)
+        self._flat = torch.zeros(sum(p.numel for p in self._plan.tensors), device=device)
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -600,20 +446,28 @@ class CommHook(Hook):
         self._new_step()
         self._worker = Worker("gcbench comm_hook")
 
+    def _levels(self) -> list[Level]:
+        return [] if self._worker is None else [self._level]
+
+    def _worlds(self) -> list[HookWorld]:
+        return [self._level.world]
+
     # -- state -------------------------------------------------------------------------------------
 
     def _state(self) -> RankState:
-        """Return what is carried; of one rank that is the number of steps."""
+        """Return the state; with one rank that is the number of steps."""
+        level = self._level
         entry = {
             "step": self._step,
             "checked": list(astuple(self._checked_bytes)),
-            "exchange": self._exchange.state_dict() if self._exchanges else None,
+            "exchange": level.exchange.state_dict() if self._exchanges else None,
         }
-        return self._sealed(self._world.ranks[0], entry)
+        return self._sealed(level.world.ranks[0], entry)
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state, whose every entry is checked before anything changes."""
-        rank, size = self._world.ranks[0], self._size
+        if self._closed:
+            raise UsageError(CLOSED)
+        rank, size = self._level.world.ranks[0], self._size
         resized = self.settings.on_resize == "redistribute" and key_of(rank, size) not in state
         entries = self._entries(state) if resized else [self._entry(state, rank, size)]
         entry = entries[min(rank, len(entries) - 1)]
@@ -621,52 +475,52 @@ class CommHook(Hook):
         checked = traffic_of("checked", sealed.entry(entry, "checked"))
         if resized and size == 1:
             raise UsageError(
-                "one rank carries no residuals, so those of the state would be lost. Register a "
-                "hook without a state to train on without them"
+                "one rank has no residuals, so those of the state would be lost. Register a hook "
+                "without a state to train without them"
             )
         if self._exchanges:
-            made = self._made(step)
+            exchange = self._level.make(step)
             saved = [sealed.entry(each, "exchange") for each in entries]
             if resized and None not in saved:
                 memory = self.settings.memory
-                saved = [redistributed(saved, made, (*memory.residuals, *memory.dense().residuals))]
-            if saved[0] is not None or not resized:  # one rank carried nothing
-                made.load_state_dict(saved[0])
-            self._exchange = made
+                names = (*memory.residuals, *memory.dense().residuals)
+                saved = [redistributed(saved, exchange, names)]
+            if saved[0] is not None or not resized:  # a state of one rank has no exchange
+                exchange.load_state_dict(saved[0])
+            self._level.exchange = exchange
         self._step, self._checked_bytes = step, checked
 
     # -- called by DDP, in its threads -------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module) -> None:
-        """Raise what went wrong, or would, before the model computes anything.
+        """Raise past and foreseeable errors before the model computes anything.
 
         Raises:
             UsageError: inside `join`, from `on_check`, or for training after `close`.
-            GcbenchError: what broke the last exchange off.
+            GcbenchError: the error that ended the last exchange.
         """
-        trains = model.training and torch.is_grad_enabled()
         if self._worker is None:
             return
-        if not torch.is_grad_enabled():  # an evaluation: DDP may send buffers, and no gradients
+        if not torch.is_grad_enabled():  # in an evaluation DDP may send buffers, but no gradients
             if self._failed is None and not self._closed:
                 self._meet(model)
             return
         self._outside("the model")
         self.raise_failure()
         self._warn_unfrozen()
-        if self._closed and trains:
+        if self._closed and model.training:
             raise UsageError(CLOSED)
         if getattr(getattr(model, "_join_config", None), "enable", False):
             raise UsageError(
                 "DDP's join runs the hook on zeros for ranks without data, which would send their "
-                "residuals and change the mean. Give all ranks as many batches: "
+                "residuals and change the mean. Give all ranks the same number of batches: "
                 "DistributedSampler(..., drop_last=True)"
             )
         if not self._closed:
             self._check_backward(model)
 
     def _check_backward(self, model: Any) -> None:
-        """Raise UsageError, and stop the other ranks, if the last backward pass broke off here."""
+        """Raise UsageError, and stop the other ranks, if the last backward pass did not finish."""
         if self._in_backward:
             self._unfinished(None)
         self._meet(model)
@@ -677,14 +531,13 @@ class CommHook(Hook):
             self._unfinished(error)
 
     def _unfinished(self, cause: RuntimeError | None) -> NoReturn:
-        assert self._worker is not None
         error = UsageError(
-            f"rank {self._world.rank}: the backward pass of step {self._step} broke off, so the "
-            "ranks cannot continue together. Was an error caught there? Then restart from a "
-            "checkpoint. Does the model have parameters that the loss does not use? Then "
-            "DistributedDataParallel(..., find_unused_parameters=True)"
+            f"rank {self._level.world.rank}: the backward pass of step {self._step} did not "
+            "finish, so the ranks cannot continue together. Was an error caught there? Then "
+            "restart from a checkpoint. Does the model have parameters that the loss does not use? "
+            "Then DistributedDataParallel(..., find_unused_parameters=True)"
         )
-        self._worker.submit(lambda: self._fail(error)).result()
+        self._serialized(lambda: self._fail(error))
         raise error from cause
 
     def _meet(self, model: Any) -> None:
@@ -701,14 +554,13 @@ class CommHook(Hook):
         )
         if self.settings.agree and (rebuilds or model.will_sync_module_buffers()):
             self._outside("the model")
-            assert self._worker is not None
-            self._worker.submit(self._agree_on_forward).result()
+            self._serialized(self._agree_on_forward)
             self.raise_failure()
 
     def _agree_on_forward(self) -> None:
         common = Common.of({"position": "before a forward pass", "step": self._step})
         try:
-            fault = agreement.agree(self._exchange, None, common)
+            fault = self._agree(self._levels(), None, common)
         except BaseException as error:
             self._fail(error)
         else:
@@ -716,17 +568,16 @@ class CommHook(Hook):
                 self._fail(fault.error, agreed=True)
 
     def _backward_ended(self) -> None:
-        """Wait for the exchanges at the end of a backward pass, and raise what broke them off.
+        """Wait for the exchanges at the end of a backward pass, and raise their error.
 
-        DDP reports each error as a RuntimeError; this one has its own class.
+        DDP reports each error as a RuntimeError; this one keeps its class.
         """
-        assert self._worker is not None
-        self._worker.submit(lambda: None).result()
+        self._serialized(lambda: None)
         self._in_backward = False
         self.raise_failure()
 
     def _hook(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand a bucket to the thread; the future ends with its mean, in the same buffer."""
+        """Pass a bucket to the thread; the future returns its mean, in the same buffer."""
         buffer, parameters, last = bucket.buffer(), bucket.parameters(), bucket.is_last()
         self._ready = time.perf_counter()
         if self._closed or self._worker is None:
@@ -736,7 +587,7 @@ class CommHook(Hook):
             devices.append(buffer.device)
         done: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         ready = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        if not self._in_backward:  # or a pass that broke off, after which DDP refuses another
+        if not self._in_backward:  # true after an unfinished pass, but DDP refuses another one
             self._in_backward = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._backward_ended)
@@ -744,7 +595,7 @@ class CommHook(Hook):
         return done.then(_result)
 
     def _count(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand a bucket back as it is, which is the mean of one rank; count the step."""
+        """Return a bucket unchanged, which is the mean of one rank; count the step."""
         self._ready = time.perf_counter()
         self._step += bucket.is_last()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -754,11 +605,11 @@ class CommHook(Hook):
     # -- in the thread -----------------------------------------------------------------------------
 
     def _new_step(self) -> None:
-        self._left = [len(lane) for lane in self._plan_made.lanes]
+        self._left = [len(lane) for lane in self._plan.lanes]
         self._seen: set[str] = set()
         self._compared: list[Comparison] = []
         self._misfit: Fault | None = None
-        """Why a mean of this step cannot be applied; found on this rank."""
+        """Why a mean of this step cannot be applied, on this rank."""
 
     @contextmanager
     def _on_stream(self, ready: Any) -> Iterator[None]:
@@ -775,7 +626,7 @@ class CommHook(Hook):
         done: torch.futures.Future[Any],
         ready: Any,
     ) -> None:
-        """Take a bucket in, exchange the lanes that are complete, and hand buckets back."""
+        """Accept a bucket, exchange the lanes that are complete, and return finished buckets."""
         arrived = _Arrived(buffer, [], done)
         self._waiting.append(arrived)
         try:
@@ -785,7 +636,7 @@ class CommHook(Hook):
                 if self.settings.on_nonfinite == "stop":
                     for number in sorted({placed.lane for placed, _ in arrived.parts}):
                         if self._left[number] == 0:
-                            self._agree([number])
+                            self._agree_on_lanes([number])
                             self._exchange_lane(number)
                 elif last:
                     self._exchange_all()
@@ -798,11 +649,8 @@ class CommHook(Hook):
         except BaseException as error:
             self._break_off(error)
 
-    def _worlds(self) -> list[HookWorld]:
-        return [self._world]
-
     def _break_off(self, error: BaseException) -> None:
-        """Fail, and hand the error back in the place of all means that are due."""
+        """Fail, and return the error instead of each outstanding mean."""
         self._fail(error, agreed=self._agreed)
         for waiting in self._waiting:
             waiting.done.set_result(error)
@@ -811,30 +659,27 @@ class CommHook(Hook):
     def _exchange_all(self) -> None:
         """Exchange all lanes of a step, or none: then the means are NaN on every rank."""
         lanes = [number for number, left in enumerate(self._left) if left == 0]
-        if self._agree(lanes):
+        if self._agree_on_lanes(lanes):
             for number in lanes:
                 self._exchange_lane(number)
         else:
             self._flat.fill_(torch.nan)
             self._skipped += 1
 
-    def _agree(self, lanes: Sequence[int]) -> bool:
-        """Return whether lanes are exchanged; False: a gradient is not finite, and is skipped.
+    def _agree_on_lanes(self, lanes: Sequence[int]) -> bool:
+        """Return whether to exchange lanes; False: a gradient is not finite, and the step skipped.
 
         Raises:
             DivergedError: a rank's gradient is not finite: on every rank, with its name.
             UsageError: the ranks follow different rates, or loaded states of different steps.
         """
-        fault = None
-        for number in lanes:
-            own = self._flat[self._plan_made.stretch(number)]
-            name = self._not_finite(own, self._plan_made.lanes[number])
-            if name and fault is None:
-                error = check.diverged(self._world.rank, name, self._step)
-                fault = Fault.of(error, self._step)
+        level, fault = self._level, None
+        names = (level.nonfinite(n, self._flat[self._plan.stretch(n)]) for n in lanes)
+        if name := next(filter(None, names), ""):
+            fault = Fault.of(check.diverged(level.world.rank, name, self._step), self._step)
         if self.settings.agree:
-            fault = agreement.agree(self._exchange, fault, self._shared)
-            self._agreed = fault is not None
+            fault = self._agree([level], fault, self._shared)
+        self._agreed = self.settings.agree and fault is not None
         if fault is None:
             return True
         if fault.kind == "diverged" and self.settings.on_nonfinite == "skip":
@@ -843,49 +688,32 @@ class CommHook(Hook):
         raise fault.error
 
     def _follow(self) -> None:
-        """Begin a step: its stage, its learning rates, and what ranks have in common."""
-        settings, plan, exchange = self.settings, self._plan_made, self._exchange
+        """Begin a step: its stage, its learning rates, and the values that ranks share."""
         self._agreed = False
-        if self._step in settings.stages and self._step:
-            exchange.change(settings.lanes(plan, self._step))
-        names = [placed.name for placed in plan.tensors]
-        rates = self._rates.of(names)
-        self._shared: Common = self._common("exchange of gradients", self._step, names, rates)
-        scale = self._rates.scale
-        exchange.follow(self._by_lane(rates), scale)
-        self._looks = self._watch.due(self._step, dict(zip(names, rates, strict=True)), scale)
-
-    def _by_lane(self, rates: Sequence[float | None]) -> list[list[float | None]]:
-        """Return the rates of all tensors, lane by lane."""
-        each = iter(rates)
-        return [[next(each) for _ in lane] for lane in self._plan_made.lanes]
-
-    def _stepped(self) -> None:
-        if self._worker is not None:
-            names = [placed.name for placed in self._plan_made.tensors]
-            self._exchange.assume(self._by_lane(self._rates.of(names)))
+        self._shared = self._common("exchange of gradients", self._step, [self._level])
+        self._looks = self._level.begin(self._step, self._rates)
 
     def _take(self, arrived: _Arrived, parameters: Sequence[Tensor]) -> None:
-        """Copy a bucket's gradients to their places in the flat gradient."""
+        """Copy a bucket's gradients to their positions in the flat gradient."""
         if not self._seen:
             self._follow()
         if arrived.buffer.is_sparse:
             raise UsageError(
-                "a sparse gradient came, which is not compressed here. Make the module that has "
-                "it with sparse=False"
+                "received a sparse gradient, which cannot be compressed. Create its module with "
+                "sparse=False"
             )
         start = 0
         for parameter in parameters:
             placed = self._placed.get(id(parameter))
             if placed is None:
                 raise UsageError(
-                    f"a gradient of shape {tuple(parameter.shape)} came of a parameter that did "
-                    "not require one when the hook was registered. Set requires_grad before "
+                    f"received a gradient of shape {tuple(parameter.shape)} of a parameter that "
+                    "did not require one when the hook was registered. Set requires_grad before "
                     "DistributedDataParallel wraps the module"
                 )
             if placed.name in self._seen:
                 raise UsageError(
-                    f"{placed.name} came twice: the backward pass before ended without all "
+                    f"received {placed.name} twice: the last backward pass ended without all "
                     "gradients. Does the model have parameters that the loss does not use? Then "
                     "DistributedDataParallel(..., find_unused_parameters=True)"
                 )
@@ -897,32 +725,35 @@ class CommHook(Hook):
             self._left[placed.lane] -= 1
 
     def _exchange_lane(self, number: int) -> None:
-        """Put the mean of a lane in the place of its gradients."""
-        tensors = self._plan_made.lanes[number]
-        own = self._flat[self._plan_made.stretch(number)]
-        before = replace(self._world.traffic[0])
+        """Replace a lane's gradients by their mean."""
+        level, world, tensors = self._level, self._level.world, self._plan.lanes[number]
+        gradient = self._flat[self._plan.stretch(number)]
+        before = replace(world.traffic[0])
         idle = self._unused(tensors) if self._partial else []
         if len(idle) == len(tensors):
-            return  # zeros, and DDP throws them away
-        self._look(tensors, idle)
-        with plans.set_aside(self._exchange, self._plan_made, idle):
+            return  # zeros, and DDP drops them
+        if self._looks:
+            self._look(level, number, gradient, [placed.name for placed in idle])
+        with plans.set_aside(level.exchange, self._plan, idle):
             every = self.settings.check_every
-            plain = self._plain_mean(number, own) if every and self._step % every == 0 else None
-            mean = self._exchange.lane_mean(number, [own], self._step)
-        own.copy_(mean)
-        self._check_mean(number, tensors)
+            plain = None
+            if every and self._step % every == 0:
+                plain = self._plain_mean(number, gradient)
+            mean = level.exchange.lane_mean(number, [gradient], self._step)
+        gradient.copy_(mean)
+        self._check_means(number, tensors)
         if plain is not None:
-            handed = self._world.traffic[0].payload_up - before.payload_up
-            bits = 8 * handed / own.numel() if own.numel() else 0.0
+            sent = world.traffic[0].payload_up - before.payload_up
+            bits = 8 * sent / gradient.numel() if gradient.numel() else 0.0
             self._compare([placed for placed in tensors if placed not in idle], plain, bits)
 
-    def _check_mean(self, number: int, tensors: Sequence[Placed]) -> None:
-        """Note the first mean that does not fit its parameter's dtype."""
-        for placed in tensors:
-            dtype, mean = self._dtypes[placed.name], placed.of(self._flat)
-            if self._misfit is None and not check.fits(mean, dtype):
-                method = self._exchange.lanes[number].compressor
-                error = check.overflowed(method, placed.name, mean, dtype, self._step)
+    def _check_means(self, number: int, tensors: Sequence[Placed]) -> None:
+        """Record the first mean that its parameter's dtype cannot represent."""
+        if self._misfit is None:
+            method = self._level.exchange.lanes[number].compressor
+            means = ((placed.name, placed.of(self._flat)) for placed in tensors)
+            dtypes = {placed.name: [self._dtypes[placed.name]] for placed in tensors}
+            if error := check.misfit(method, means, dtypes, self._step):
                 self._misfit = Fault.of(error, self._step)
 
     def _agree_on_means(self, step: int) -> None:
@@ -934,69 +765,43 @@ class CommHook(Hook):
         """
         fault = self._misfit
         if self.settings.agree:
-            digest = agreement.digest(self._flat)
-            values = {"position": "end of a step", "step": step, "mean": digest}
-            fault = agreement.agree(self._exchange, fault, Common.of(values))
+            values = {"position": "end of a step", "step": step, "mean": digest(self._flat)}
+            fault = self._agree([self._level], fault, Common.of(values))
             self._agreed = fault is not None
         if fault is not None:
             raise fault.error
 
-    def _look(self, tensors: Sequence[Placed], idle: Sequence[Placed]) -> None:
-        """Warn if a residual is far larger than the gradient that it is about to be added to."""
-        if not self._looks:
-            return
-        for placed in tensors:
-            if placed in idle:
-                continue
-            lane = self._exchange.lanes[placed.lane]
-            views = plans.carried(self._exchange, self._plan_made, placed)
-            gradient = float(placed.of(self._flat).double().norm())
-            for name in lane.memory.residuals:
-                self._watch.look(placed.name, float(views[name].double().norm()), gradient)
-
     def _compare(self, tensors: Sequence[Placed], plain: Tensor, bits: float) -> None:
         """Compare the means of a lane's tensors with the lane's plain mean, 1-D."""
         for placed in tensors:
-            start = placed.start - self._exchange.lanes[placed.lane].start
-            there = plain[start : start + placed.numel].view(placed.shape)
-            applied = placed.of(self._flat)
-            found = check.compare(self._step, placed.name, applied, there, bits)
-            self._compared.append(found)
-
-    def _not_finite(self, own: Tensor, tensors: Sequence[Placed]) -> str:
-        """Return the name of the first tensor whose gradient is not finite; "" if all are."""
-        if math.isfinite(float(own.sum())) or own.isfinite().all():
-            return ""
-        return next(p.name for p in tensors if not p.of(self._flat).isfinite().all())
+            start = placed.start - self._level.exchange.lanes[placed.lane].start
+            expected = plain[start : start + placed.numel].view(placed.shape)
+            mean = placed.of(self._flat)
+            self._compared.append(check.compare(self._step, placed.name, mean, expected, bits))
 
     def _unused(self, tensors: Sequence[Placed]) -> list[Placed]:
-        """Return the tensors whose gradient is zero on every rank: DDP throws their mean away."""
+        """Return the tensors whose gradient is zero on every rank: DDP drops their mean."""
         used = [placed.of(self._flat).any() for placed in tensors]
-        flags = torch.stack(used).to(torch.uint8)
-        everyone = self._world.all_reduce([flags], "max").tolist()
-        return [placed for placed, flag in zip(tensors, everyone, strict=True) if not flag]
+        flags = self._level.world.all_reduce([torch.stack(used).to(torch.uint8)], "max").tolist()
+        return [placed for placed, flag in zip(tensors, flags, strict=True) if not flag]
 
-    def _plain_mean(self, number: int, own: Tensor) -> Tensor:
-        """Return the plain mean that the compressed one is compared with; bytes go to `checked`.
+    def _plain_mean(self, number: int, gradient: Tensor) -> Tensor:
+        """Return the plain mean to compare the compressed one with; count bytes in `checked`.
 
-        It is the mean of what the ranks are about to offer to their encoders, residuals included;
-        with a memory that makes the mean into something else (`Memory.apply`) of the gradients.
+        It is the mean of the encoders' inputs, with residuals; if the memory transforms the mean
+        (`Memory.apply`), it is the mean of the gradients.
         """
-        world, lane = self._world, self._exchange.lanes[number]
-        offered = own
-        if not lane.memory.joint:
-            offered = self._exchange.offered(number, own, self.step)
-        before = replace(world.traffic[0])
-        mean = world.all_reduce([offered], "sum").div_(world.size)
-        spent, now = self._checked_bytes, world.traffic[0]
-        spent.payload_up += now.payload_up - before.payload_up
-        spent.payload_down += now.payload_down - before.payload_down
-        spent.wire += now.wire - before.wire
-        world.traffic[0] = before
-        return mean
+        exchange, world = self._level.exchange, self._level.world
+        if not exchange.lanes[number].memory.joint:
+            gradient = exchange.offered(number, gradient, self.step)
+        before, world.traffic[0] = world.traffic[0], self._checked_bytes
+        try:
+            return world.all_reduce([gradient], "sum").div_(world.size)
+        finally:
+            world.traffic[0] = before
 
     def _finished(self, last: bool) -> list[_Arrived]:
-        """Return the buckets whose lanes are all done, with the means in their buffers."""
+        """Return the buckets whose lanes are all exchanged, with the means in their buffers."""
         if self.settings.on_nonfinite == "skip" and not last:
             return []
         finished = [
@@ -1010,25 +815,50 @@ class CommHook(Hook):
         return finished
 
     def _end_step(self) -> None:
-        """Check the means and what was compared; count the step."""
-        missing = [p.name for p in self._plan_made.tensors if p.name not in self._seen]
+        """Check the means, report comparisons, and count the step."""
+        missing = [p.name for p in self._plan.tensors if p.name not in self._seen]
         if missing:
             raise UsageError(
-                f"no gradient came of {', '.join(missing[:3])}, which required one when the hook "
-                "was registered. Set requires_grad before DistributedDataParallel wraps the module"
+                f"received no gradient of {', '.join(missing[:3])}, which required one when the "
+                "hook was registered. Set requires_grad before DistributedDataParallel wraps the "
+                "module"
             )
-        found, step = self._compared, self._step
+        comparisons, step = self._compared, self._step
         self._step += 1
-        if found:
-            self._records.extend(found)
+        if comparisons:
+            self._records.extend(comparisons)
             if self.settings.on_check is not None:
-                self.settings.on_check(found)
-            if self._world.ranks[0] == 0:
+                self.settings.on_check(comparisons)
+            if self._level.world.ranks[0] == 0:
                 method = self.settings.compressor
-                check.warn(method, Bounds.of(method, self.settings.check_error), found)
+                check.warn(method, Bounds.of(method, self.settings.check_error), comparisons)
         self._agree_on_means(step)
         self._stepped_since = True
         self._new_step()
+
+
+def _check_free(model: DistributedDataParallel) -> None:
+    """Raise UsageError if the model has no place for a hook."""
+    if getattr(model, "mixed_precision", None) is not None:
+        raise UsageError(
+            "DDP(mixed_precision=...) uses the only place for a hook. Leave it out and use "
+            "torch.autocast around the forward pass, or parameters in bfloat16"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise UsageError(
+            'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP averages '
+            "gradients without its hook. Set it to True or False before "
+            "DistributedDataParallel wraps the module"
+        )
+    before = model._forward_pre_hooks
+    for key in [key for key, each in before.items() if isinstance(each, Copied)]:
+        del before[key]
+        model._comm_hooks = [each for each in model._comm_hooks if each[0] is not compressed]
+    if getattr(model, "_comm_hooks", ()):
+        raise UsageError(
+            "the model already has a communication hook, and DDP allows one. Wrap the module in a "
+            "new DistributedDataParallel to register another"
+        )
 
 
 def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
@@ -1038,32 +868,32 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
     """
     if not named:
         raise UsageError(
-            "no parameter of the model requires a gradient: there is nothing to exchange. "
-            "Unfreeze it before DistributedDataParallel wraps it, or train without a hook"
+            "no parameter of the model requires a gradient, so nothing is exchanged. Unfreeze it "
+            "before DistributedDataParallel wraps it, or train without a hook"
         )
     for prefix, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise UsageError(
-                f"{prefix or 'the model'} has sparse gradients (sparse=True), which are not "
-                "compressed here. Make it with sparse=False"
+                f"{prefix or 'the model'} has sparse gradients (sparse=True), which cannot be "
+                "compressed. Create it with sparse=False"
             )
     wrong = [f"{k} is {p.dtype}" for k, p in named.items() if p.dtype not in DTYPES]
     if wrong:
         raise UsageError(
-            f"{', '.join(wrong[:3])}: gradients are exchanged in float32, in which "
-            "only float32, bfloat16 and float16 fit exactly. Convert the model"
+            f"{', '.join(wrong[:3])}: gradients are exchanged in float32, which represents only "
+            "float32, bfloat16 and float16 exactly. Convert the model"
         )
     devices = sorted({str(parameter.device) for parameter in named.values()})
     if len(devices) > 1 or torch.device(devices[0]).type not in handshake.BACKENDS:
         raise UsageError(
-            f"parameters on {', '.join(devices)}: one CPU or one CUDA device a rank expected"
+            f"parameters on {', '.join(devices)}: expected one CPU or one CUDA device per rank"
         )
 
 
 def _result(done: torch.futures.Future[Any]) -> Tensor:
-    """Return a bucket's mean, or raise the error that came in its place.
+    """Return a bucket's mean, or raise the error that replaced it.
 
-    DDP reports an error that the callback of a future raises, and no other.
+    DDP reports only errors that the callback of a future raises.
     """
     result: Tensor | BaseException = done.value()
     if isinstance(result, BaseException):
@@ -1072,9 +902,9 @@ def _result(done: torch.futures.Future[Any]) -> Tensor:
 
 
 def _strided(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return a stretch of DDP's bucket, 1-D, as a view of the parameter's shape.
+    """Return a range of DDP's bucket, 1-D, as a view of the parameter's shape.
 
-    DDP keeps the strides of a parameter that fills its memory without gaps (channels_last, say).
+    DDP preserves the strides of a parameter that is dense in memory (such as channels_last).
     """
     strides, sizes = parameter.stride(), parameter.size()
     order = sorted(range(parameter.dim()), key=lambda d: (strides[d], sizes[d]), reverse=True)

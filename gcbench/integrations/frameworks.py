@@ -1,4 +1,4 @@
-"""What the adapters for Lightning, Accelerate and Transformers share: hook, metrics, states."""
+"""Shared parts of the adapters for Lightning, Accelerate and Transformers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ def make(
     optimizer: Any = None,
     scaler: Any = None,
 ) -> CommHook:
-    """Return a hook that follows the framework's optimizer, or several, and its GradScaler.
+    """Return a hook that follows the framework's optimizers and GradScaler.
 
     Raises:
-        UsageError: an option that the framework sets, or a wrong one.
+        UsageError: an option that the framework sets, or an invalid one.
     """
     if taken := sorted({"optimizer", "scaler"} & set(options)):
         raise UsageError(
-            f"{', '.join(taken)}: the hook follows the framework's. Leave {' and '.join(taken)} out"
+            f"{', '.join(taken)}: the hook uses the framework's. Leave {' and '.join(taken)} out"
         )
     return comm_hook(compressor, optimizer=optimizer, scaler=scaler, **options)
 
 
 def wrapped(model: Any) -> DistributedDataParallel | None:
-    """Return the DDP model, also if torch.compile wraps it; None if there is none."""
+    """Return the DDP model, also from inside torch.compile's wrapper; None if there is none."""
     model = getattr(model, "_orig_mod", model)
     return model if isinstance(model, DistributedDataParallel) else None
 
 
 class Metrics:
-    """The numbers of one hook for a framework's logger.
+    """The metrics of one hook for a framework's logger.
 
-    The bytes are those of this rank since the job's first step. With `check_every`, each
-    parameter's relative error and cosine at the last checked step follow, and the worst of all.
+    Bytes are those of this rank since the job's first step. With `check_every` there are each
+    parameter's relative error and cosine at the last checked step, and the worst of all.
     """
 
     def __init__(self, hook: CommHook) -> None:
@@ -55,11 +55,11 @@ class Metrics:
 
     @property
     def checked(self) -> bool:
-        """Whether there are comparisons that were not returned yet."""
+        """Whether there are comparisons that were not returned."""
         return bool(self.hook.records) and self.hook.records[-1].step > self._logged
 
     def __call__(self) -> dict[str, float]:
-        """Return the values by name: bytes, and comparisons if there are new ones."""
+        """Return the metrics by name: bytes, and new comparisons."""
         hook = self.hook
         sent, plain = hook.traffic.payload_up, hook.plain_bytes
         values = {"gcbench/sent_bytes": float(sent), "gcbench/fp32_bytes": float(plain)}
@@ -80,7 +80,7 @@ class Metrics:
 
 
 def on_cpu(state: Any) -> Any:
-    """Return a state whose tensors are on the CPU."""
+    """Return a state with its tensors on the CPU."""
     if isinstance(state, torch.Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
@@ -91,24 +91,24 @@ def on_cpu(state: Any) -> Any:
 
 
 def gather(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of all ranks in one dict on rank 0, an empty one elsewhere. All call it."""
+    """Return the states of all ranks in one dict on rank 0, {} elsewhere. All ranks call it."""
     states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(on_cpu(state), states, dst=0)
     return {key: entry for each in states or [] for key, entry in each.items()}
 
 
 def save(hook: CommHook, folder: str | Path, name: str) -> None:
-    """Write this rank's state into a checkpoint's folder."""
+    """Write this rank's state to a checkpoint's folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(on_cpu(hook.state_dict()), folder / _file(name, dist.get_rank()))
 
 
 def load(folder: str | Path, name: str) -> dict[str, Any] | None:
-    """Return this rank's state from a checkpoint's folder; None if no rank's is there.
+    """Return this rank's state from a checkpoint's folder; None if it has no states.
 
-    If this rank of a job of this size has none, those of all ranks are returned in one dict, which
-    the hook redistributes or refuses.
+    If the folder has none for this rank and world size, return those of all ranks in one dict,
+    which the hook redistributes or refuses.
     """
     folder, rank = Path(folder), dist.get_rank()
     path = folder / _file(name, rank)
@@ -124,11 +124,11 @@ def _file(name: str, rank: int | str) -> str:
     return f"{name}_rank{rank}.pt"
 
 
-def warn_missing(place: object) -> None:
+def warn_missing(checkpoint: object) -> None:
     """Warn on rank 0 that a checkpoint has no compression state."""
     if dist.get_rank() == 0:
         warnings.warn(
-            f"{place} has no compression state: it was saved without this hook, or on the way out "
-            "after an exception. Training resumes with empty residuals",
+            f"{checkpoint} has no compression state: it was saved without this hook, or after an "
+            "exception. Training resumes with empty residuals",
             stacklevel=3,
         )

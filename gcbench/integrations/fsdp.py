@@ -1,37 +1,33 @@
 """Gradient compression inside FSDP2: `gcbench.shard_hook(...).register(model)`.
 
-A module that went through `torch.distributed.fsdp.fully_shard` ends its backward pass with one
-reduce-scatter: each rank hands every other rank the chunks of its gradients that the other keeps,
-and gets the mean of its own. That is the first half of a two-shot exchange. Here the chunks travel
-compressed; the rank that keeps them decodes them and takes their mean in float32, which is not
-encoded again. The exchange is `gcbench.core.exchange.Exchange.lane_shards`.
+A module after `torch.distributed.fsdp.fully_shard` ends its backward pass with one reduce-scatter:
+each rank sends every other rank the chunks of its gradients that the other one owns, and receives
+the mean of its own. That is the first half of a two-shot exchange. Here the chunks are sent
+compressed; their owner decodes them and computes their mean in float32, which is not encoded again.
+The exchange is `gcbench.core.exchange.Exchange.lane_shards`.
 
-The hook has a process group of its own for each group of ranks, in which FSDP's all-gathers of
-parameters run as well, in FSDP's order. A rank that fails ends its groups, so that the others stop
-at their next collective, wherever they are in a forward or backward pass.
+The hook has a process group of its own for each group of ranks. FSDP's all-gathers of parameters
+use it as well, in FSDP's order. A rank that fails ends its groups, so the others stop at their next
+collective, wherever they are in a forward or backward pass.
 
 With hybrid sharding every shard has replicas on other nodes, and their mean is a second level: by
-default an all-reduce in fp32, with `between` an exchange of its own by any method
-(`Exchange.lane_mean`), after which all replicas of a shard have the same bits.
+default an all-reduce in fp32, with `between` an exchange by any method (`Exchange.lane_mean`),
+after which all replicas of a shard have the same bits.
 
-FSDP's input carries no parameter's name: per rank, then per parameter, it has a chunk of whole
-rows, of which the last ones are shorter and padded with zeros. `gcbench.integrations.layout` finds
-the chunks again; padding is not sent, and no scale is shared by two ranks' chunks.
+FSDP's input has no names of parameters: per rank, then per parameter, it has a chunk of whole rows,
+the last ones shorter and padded with zeros. `gcbench.integrations.layout` finds the chunks; padding
+is not sent, and chunks of two ranks share no scale.
 
-Tried: torch 2.13, gloo on a CPU. With streams on a GPU it never ran.
+Tested with torch 2.13 and gloo on a CPU. It has never run with streams on a GPU.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -43,77 +39,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.core.errors import DivergedError, GcbenchError, UsageError
-from gcbench.core.exchange import Buffers, Exchange, Lane, check_legal, exact_or, lane_of
-from gcbench.core.memory import Memory
-from gcbench.core.payload import State
-from gcbench.core.world import DistributedWorld, Traffic
-from gcbench.integrations import agreement, arguments, check, chosen, handshake, sharded
+from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.exchange import Buffers, Exchange, Lane, exact_or, lane_of
+from gcbench.core.world import Traffic
+from gcbench.integrations import agreement, arguments, check, handshake, sharded
 from gcbench.integrations.agreement import Common, Fault
-from gcbench.integrations.chosen import Stages
 from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
-    NONFINITE,
     RESIZE,
     AfterForward,
     BeforeForward,
     Hook,
-    HookWorld,
+    HookSettings,
     RankState,
+    common_settings,
+    total,
 )
+from gcbench.integrations.hook_world import HookWorld
 from gcbench.integrations.layout import Layout, Parameter
+from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates
+from gcbench.integrations.scheme import Scheme
 from gcbench.integrations.sharded import Sharded
-from gcbench.integrations.watch import Watch
 
-SHARDS = "shard of each module, which replicas have in common"
-"""Name under which replicas compare which shards they hold."""
-
-
-@dataclass(frozen=True)
-class Between:
-    """How the replicas of a shard exchange it."""
-
-    compressor: Compressor
-    """The one that holds from step 0 on."""
-    collective: str
-    memory: Memory
-    later: Stages = field(default_factory=dict)
-    """The compressors that hold from later exchanges on."""
-
-    @property
-    def methods(self) -> Stages:
-        """The compressor that holds from each exchange on."""
-        return {0: self.compressor, **self.later}
+SHARDS = "shard of each module, equal on replicas"
+"""Name under which replicas compare which shards they have."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What `shard_hook` was asked for."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(HookSettings):
+    """The arguments of `shard_hook`."""
 
-    compressor: Compressor
-    """The one that holds from step 0 on."""
-    memory: Memory
-    dense_below: int
-    start_step: int
-    seed: int
-    between: Between | None = None
-    """None: the replicas' mean is taken in fp32."""
-    later: Stages = field(default_factory=dict)
-    """The compressors that hold from later exchanges on."""
-    on_nonfinite: str = "stop"
-    timeout: float = 1800.0
-
-    @property
-    def methods(self) -> Stages:
-        """The compressor that holds from each exchange on."""
-        return {0: self.compressor, **self.later}
+    between: Scheme | None
+    """How the replicas of a shard exchange it; None: in fp32."""
 
     @property
     def stages(self) -> list[int]:
-        """The exchanges from which lanes are exchanged in another way than before, and 0."""
-        between = {} if self.between is None else self.between.later
-        return sorted({0, self.start_step, *self.later, *between})
+        """The exchanges, from 0 on, at which the exchange of a lane may change."""
+        later = {} if self.between is None else self.between.later
+        return sorted({*super().stages, *later})
 
 
 def shard_hook(
@@ -137,99 +101,94 @@ def shard_hook(
 ) -> ShardHook:
     """Return a hook that compresses the reduce-scatters of an FSDP2 model.
 
-    `hook.register(model)` on every rank, after `fully_shard` was called on the model and those of
-    its modules that have a reduce-scatter of their own. Parameters travel to the ranks as before.
+    Call `hook.register(model)` on every rank, after `fully_shard` on the model and those of its
+    modules that need their own reduce-scatter. The all-gathers of parameters do not change.
 
-    Error feedback keeps on every rank what that rank lost of its whole gradient: 4 bytes for each
-    element of the model, unsharded; `memory="none"` carries nothing. Error feedback between
-    replicas keeps what was lost of the rank's own shard: 4 bytes for each element of that.
+    Error feedback stores on every rank the error of its whole gradient: 4 bytes per element of the
+    unsharded model; `memory="none"` stores nothing. Error feedback between replicas stores the
+    error of the rank's shard: 4 bytes per element of the shard.
 
     Args:
         compressor: a registered name that `gcbench list compressors` shows with the collective
             twoshot, or such a compressor, or a file with one (./mine.py).
-        memory: what is carried from step to step, by name; default what the method published. With
-            `momentum` and `dgc` the optimizer must have none of its own.
+        memory: name or file of the memory; default the method's. With `momentum` and `dgc` the
+            optimizer must not have a momentum.
         memory_options: fields of the memory.
-        dense_below: parameters of fewer elements, all ranks' chunks together, stay fp32, between
-            replicas, too.
-        start_step: exchanges of a module before it are in fp32, between replicas, too.
+        dense_below: parameters of fewer elements, in all chunks together, stay in fp32, also
+            between replicas.
+        start_step: exchanges of a module before it are in fp32, also between replicas.
         seed: of random numbers; models trained at the same time should have different ones.
-        between: for hybrid sharding, what the replicas of a shard exchange it by: any registered
-            name, or a compressor, by the first of its collectives. SDP4Bit's two levels are
-            `shard_hook("int8", between="hadamard4")`. Default: fp32.
+        between: for hybrid sharding, the compressor with which the replicas of a shard exchange
+            it, by the first of its collectives: a name, a file or a compressor. SDP4Bit's two
+            levels are `shard_hook("int8", between="hadamard4")`. Default: fp32.
         between_options: fields of `between`.
-        between_memory: as `memory`, of the exchange between replicas; default what `between`
-            published. Error feedback may be used at both levels; each carries its own error.
+        between_memory: as `memory`, for the exchange between replicas. Error feedback may be used
+            at both levels; each stores its own error.
         between_memory_options: fields of `between_memory`.
-        timeout: seconds that a rank waits for the others in a collective, also where FSDP gathers
+        timeout: seconds that a rank waits for the others in a collective, also when FSDP gathers
             parameters.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
-            learning rate of their parameter's group. It may be given to `register` instead. Without
+            learning rate of their parameter's group. You may pass it to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
         scaler: the torch.amp.GradScaler that scales the loss: residuals follow its scale.
-        on_nonfinite: what to do where a rank's gradient is not finite. "stop": every rank raises
-            DivergedError, which names that rank and the parameter. "skip": residuals stay as they
-            were before this backward pass, and the module's gradients are NaN on every rank, as
-            are those of the modules after it, so that the optimizer's step can be skipped on all
-            ranks. Default: "skip" with a scaler, else "stop".
-        on_resize: "refuse": a state that was saved with another number of ranks is refused. Only
+        on_nonfinite: what to do if a rank's gradient is not finite. "stop": every rank raises
+            DivergedError, which names that rank and the parameter. "skip": residuals return to
+            their values before this backward pass, and the gradients of this module and the
+            following ones are NaN on every rank, so that all ranks can skip the optimizer's step.
+            Default: "skip" with a scaler, else "stop".
+        on_resize: only "refuse": refuse a state that was saved with another number of ranks. Only
             `comm_hook` can redistribute one.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
             {0: 0.25, 100: 0.01}.
 
     Raises:
         gcbench.core.errors.UsageError: an unknown name, field or value, or a method or memory that
-            cannot work where each rank keeps a shard alone.
+            needs more than each rank's shard.
     """
-    arguments.optional_text("memory", memory)
-    arguments.optional_text("between_memory", between_memory)
-    for name, value in (
-        ("memory_options", memory_options),
-        ("between_options", between_options),
-        ("between_memory_options", between_memory_options),
-    ):
-        arguments.optional_mapping(name, value)
-    methods = chosen.stages(compressor, options)
-    for method in methods.values():
+    arguments.optional_mapping("between_options", between_options)
+    if arguments.choice("on_resize", on_resize, RESIZE) != "refuse":
+        raise UsageError(
+            f"on_resize={on_resize!r}: with FSDP another number of ranks splits parameters at "
+            'other positions, and residuals are not redistributed. Only "refuse" is allowed: '
+            "continue with the same number of ranks, or register a hook without a state"
+        )
+    settings = Settings(
+        **common_settings(
+            compressor,
+            options,
+            memory=memory,
+            memory_options=memory_options,
+            collective=None,
+            dense_below=dense_below,
+            start_step=start_step,
+            seed=seed,
+            timeout=timeout,
+            scaler=scaler,
+            on_nonfinite=on_nonfinite,
+        )
+        | {"collective": "twoshot"},
+        between=_between(between, between_options, between_memory, between_memory_options),
+    )
+    for method in settings.methods.values():
         legal = method.legal_collectives()
         if "twoshot" not in legal:
             raise UsageError(
                 f"{method!r} is exchanged by {', '.join(legal)}, where every rank gets every "
-                "element. With FSDP each rank gets its shard alone, which is half of a twoshot "
-                "exchange. Take a method that gcbench list compressors shows with twoshot"
+                "element. With FSDP each rank gets only its shard, which is half of a twoshot "
+                "exchange. Use a method that gcbench list compressors shows with twoshot"
             )
         _check_rule(method)
-    carried = chosen.memory(memory, memory_options, methods)
-    if carried.joint:
+    if settings.memory.joint:
         raise UsageError(
-            f"{carried!r} keeps {', '.join(carried.joint)} of the whole mean on every rank, and "
-            "with FSDP each rank sees its shard alone. Take another memory"
+            f"{settings.memory!r} stores {', '.join(settings.memory.joint)} of the whole mean on "
+            "every rank, and with FSDP each rank has only its shard. Use another memory"
         )
-    second = _between(between, between_options, between_memory, between_memory_options)
-    if second is not None and carried.has_momentum and second.memory.has_momentum:
+    second = settings.between
+    if second is not None and settings.memory.has_momentum and second.memory.has_momentum:
         raise UsageError(
-            f"memory {carried!r} and between_memory {second.memory!r} would both apply momentum. "
-            "Leave one of them out"
+            f"memory {settings.memory!r} and between_memory {second.memory!r} would both apply "
+            "momentum. Leave one of them out"
         )
-    if on_nonfinite is None:
-        on_nonfinite = "stop" if scaler is None else "skip"
-    if arguments.choice("on_resize", on_resize, RESIZE) != "refuse":
-        raise UsageError(
-            f"on_resize={on_resize!r}: with FSDP other ranks cut parameters in other places, and "
-            'residuals are not redistributed. "refuse" is allowed: go on with as many ranks as '
-            "before, or register a hook without a state"
-        )
-    settings = Settings(
-        methods[0],
-        carried,
-        arguments.integer("dense_below", dense_below),
-        arguments.integer("start_step", start_step, sealed.STEPS),
-        arguments.integer("seed", seed, arguments.SEEDS),
-        second,
-        {start: method for start, method in methods.items() if start},
-        arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
-        arguments.number("timeout", timeout, 0.001, finite=True),
-    )
     return ShardHook(settings, Rates(optimizer, scaler))
 
 
@@ -238,7 +197,7 @@ def _check_rule(method: Compressor) -> None:
     if not method.rule.plain:
         raise UsageError(
             f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
-            "rank sees its shard alone. Use DistributedDataParallel and gcbench.comm_hook"
+            "rank has only its shard. Use DistributedDataParallel and gcbench.comm_hook"
         )
 
 
@@ -247,56 +206,49 @@ def _between(
     options: Mapping[str, Any] | None,
     memory: str | None,
     memory_options: Mapping[str, Any] | None,
-) -> Between | None:
+) -> Scheme | None:
     """Return how replicas exchange their shards; None: in fp32.
 
     Raises:
-        UsageError: an unknown name, field or value, or fields of what was not asked for.
+        UsageError: an unknown name, field or value, or an option without `between`.
     """
     if name is None:
-        given = {
-            "between_options": options,
-            "between_memory": memory,
-            "between_memory_options": memory_options,
-        }
-        for word, value in given.items():
+        others = {"options": options, "memory": memory, "memory_options": memory_options}
+        for key, value in others.items():
             if value is not None:
                 raise UsageError(
-                    f"{word}={value!r} without between: name the method that replicas exchange "
-                    'their shards by, between="hadamard4", or leave it out'
+                    f"between_{key}={value!r} without between: name the method by which replicas "
+                    'exchange their shards, between="hadamard4", or leave it out'
                 )
         return None
-    methods, collective = chosen.stages(name, options or {}), None
-    for method in methods.values():
-        collective = check_legal(method, collective)
+    scheme = Scheme.of(name, options, memory, memory_options, prefix="between_")
+    for method in scheme.methods.values():
         _check_rule(method)
-    carried = chosen.memory(memory, memory_options, methods)
-    later = {start: method for start, method in methods.items() if start}
-    return Between(methods[0], collective or "", carried, later)
+    return scheme
 
 
 def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lane]:
     """Return how the ranks that shard a module exchange its lanes from `step` on.
 
-    `start`: number of the module's first element among all that the model exchanges, by which
-    random numbers are addressed.
+    `start`: index of the module's first element among all that the model exchanges, which addresses
+    random numbers.
     """
-    made = []
+    result = []
     for parameters in layout.lanes():
         exact = layout.is_dense(parameters) or step < settings.start_step
-        at = chosen.at(settings.methods, step)
-        method, memory = exact_or(at, settings.memory, exact=exact)
+        compressor, collective, memory = settings.at(step)
+        method, memory = exact_or(compressor, memory, exact=exact)
         offsets, edges = [0], [0]
         for rank in range(layout.ranks):
-            # A rank's chunks by themselves: no segment is cut where another rank's begin.
-            shapes = [parameter.chunks[rank] for parameter in parameters]
-            own = Segments.of([s for s in shapes if math.prod(s)], method.granularity)
-            offsets += [edges[-1] + offset for offset in own.offsets[1:]]
-            edges.append(edges[-1] + own.numel)
-        segments = Segments(tuple(offsets))
-        made.append(Lane(method, "twoshot", start, segments, memory, tuple(edges)))
-        start += segments.numel
-    return made
+            # Each rank's chunks separately: no segment crosses the edge of a rank's chunks.
+            shapes = [parameter.chunks[rank] for parameter in parameters if _has(parameter, rank)]
+            segments = Segments.of(shapes, method.granularity)
+            offsets += [edges[-1] + offset for offset in segments.offsets[1:]]
+            edges.append(edges[-1] + segments.numel)
+        whole = Segments(tuple(offsets))
+        result.append(Lane(method, collective, start, whole, memory, tuple(edges)))
+        start += whole.numel
+    return result
 
 
 def replica_lanes(
@@ -304,24 +256,25 @@ def replica_lanes(
 ) -> list[Lane]:
     """Return how the replicas of a module's shard exchange it from `step` on.
 
-    The lanes are those of `lanes`, of which each has the chunks of this `rank` alone; one may be
-    empty. `start` as there.
+    They are the lanes of `lanes` with the chunks of one `rank`; one may be empty. `start` as there.
     """
-    between = settings.between
-    if between is None:
-        return []
-    made = []
-    way = (chosen.at(between.methods, step), between.collective, between.memory)
+    between = settings.between or Scheme.of("none", None, None, None)
+    result = []
     for parameters in layout.lanes():
-        shapes = [p.chunks[rank] for p in parameters if math.prod(p.chunks[rank])]
+        shapes = [each.chunks[rank] for each in parameters if _has(each, rank)]
         exact = layout.is_dense(parameters) or step < settings.start_step
-        made.append(lane_of(shapes, start, *way, exact=exact))
-        start += made[-1].segments.numel
-    return made
+        result.append(lane_of(shapes, start, *between.at(step), exact=exact))
+        start += result[-1].segments.numel
+    return result
+
+
+def _has(parameter: Parameter, rank: int) -> bool:
+    """Return whether a rank has elements of a parameter."""
+    return 0 not in parameter.chunks[rank]
 
 
 class ShardHook(Hook):
-    """One FSDP2 model's compressed reduce-scatters, made by `shard_hook`."""
+    """One FSDP2 model's compressed reduce-scatters, created by `shard_hook`."""
 
     CALL = "gcbench.shard_hook"
     FORMAT = 3
@@ -329,13 +282,13 @@ class ShardHook(Hook):
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)
         self._modules: list[_Module] = []
-        self._skipped = 0
         self._skipping: Fault | None = None
         """Why nothing is exchanged until the next forward pass."""
         self._undo: list[Callable[[], None]] = []
-        """What takes back the exchanges since the last forward pass, if steps may be skipped."""
+        """Functions that revert the exchanges since the last forward pass, if steps may be
+        skipped."""
         self._reduced: set[str] = set()
-        """Names of the modules that were exchanged since then: one comes once in a step."""
+        """Names of the modules exchanged since then: each is exchanged once per step."""
         self._root: Callable[[], nn.Module | None] = lambda: None
         self._in_forward = False
         """Whether a forward pass of the model has begun and has not ended."""
@@ -355,71 +308,184 @@ class ShardHook(Hook):
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
         Args:
-            model: its modules that `fully_shard` was called on are served, each by itself.
-            replicas: for hybrid sharding, the ranks that hold the same shard: shard over one
-                dimension of a mesh, `fully_shard(..., mesh=mesh["shard"])`, and give the other,
-                `mesh["replicate"]`. After the compressed reduce-scatter they take the mean of
-                their shards as `between` says.
-            optimizer: as for `shard_hook`, if it was not given there.
-            scaler: as for `shard_hook`, if it was not given there. `on_nonfinite` stays as it is.
+            model: the hook serves each of its modules that `fully_shard` was called on.
+            replicas: for hybrid sharding, the ranks that have the same shard: shard over one
+                dimension of a mesh, `fully_shard(..., mesh=mesh["shard"])`, and pass the other,
+                `mesh["replicate"]`. After the compressed reduce-scatter they exchange their shards
+                as `between` says.
+            optimizer: as for `shard_hook`, if not passed there.
+            scaler: as for `shard_hook`, if not passed there. `on_nonfinite` does not change.
 
         Raises:
-            gcbench.core.errors.UsageError: what this model has cannot be compressed, or the ranks
-                differ in what they registered: on every rank, with what to do.
-            gcbench.core.errors.PeerLostError: another rank did not come.
+            gcbench.core.errors.UsageError: this model cannot be compressed, or the ranks registered
+                different settings: on every rank, with the remedy.
+            gcbench.core.errors.PeerLostError: another rank did not register.
         """
-        if self._registered:
-            raise UsageError("this hook is registered already: make one for each model")
-        found, group = sharded.modules(model), sharded.group_of(replicas)
-        layouts, refused = [each.layout(self.settings.dense_below) for each in found], ""
+        modules, group = sharded.modules(model), sharded.group_of(replicas)
         self._size = dist.get_world_size()
-        try:
-            self._rates.add(optimizer, scaler)
-            self._examine(found, group)
-            self._summary = self._summarize(found, layouts, group)
-            self._prepare(found, layouts, group)
-            if self._loaded is not None:
-                self._adopt(self._loaded)
-                self._summary["step"] = self.step
-            names = [parameter.name for each in found for parameter in each.parameters]
-            tensors = [tensor for each in found for tensor in each.tensors]
-            self._follow_steps(dict(zip(names, tensors, strict=True)))
-        except UsageError as error:
-            refused, self._summary, self._modules = str(error), {}, []
-        stores, roster = self._meet(found, group, refused)
+        refused, summary = self._prepared(lambda: self._prepare(modules, group), optimizer, scaler)
+        stores, roster = self._meet(modules, group, summary, refused)
         self._registered, self._loaded = True, None
         self._root = weakref.ref(model)
-        self._begin(model, found, group, stores, roster)
-        for each in {id(m): m for m in (model, *(each.module for each in found))}.values():
+        self._begin(model, modules[0].device, group, stores, roster)
+        for each in {id(m): m for m in (model, *(each.module for each in modules))}.values():
             each.register_forward_pre_hook(BeforeForward(self), prepend=True)
         model.register_forward_hook(AfterForward(self))
         return self
 
-    def _world(self, group: dist.ProcessGroup, device: torch.device) -> HookWorld:
-        """Return this rank's place in a group of the ranks of torch's `group`."""
-        members, limit = dist.get_process_group_ranks(group), "shard_hook(timeout=...)"
-        return HookWorld(
-            *(device, members, group.rank()), timedelta(seconds=self.settings.timeout), limit
-        )
+    @property
+    def step(self) -> int:
+        """Maximum number of exchanges of a module: backward passes that reduce gradients.
+
+        One shard without replicas exchanges nothing, and its backward passes are counted.
+        """
+        return max((module.step for module in self._modules), default=0)
+
+    @property
+    def traffic_between(self) -> Traffic:
+        """The part of `traffic` between replicas."""
+        levels = (module.between for module in self._modules)
+        return total(level.world.traffic[0] for level in levels if level is not None)
+
+    @property
+    def plain_bytes(self) -> float:
+        """Bytes that this rank would have sent in fp32, without FSDP's padding."""
+        pairs = ((module.step, level) for module in self._modules for level in module.levels)
+        return 4.0 * sum(step * level.numel for step, level in pairs)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of all exchanges by phase: statistic, encode, communicate, decode."""
+        seconds: dict[str, float] = {}
+        for module in self._modules:
+            for phase, each in module.clock.seconds.items():
+                seconds[phase] = seconds.get(phase, 0.0) + each
+        return seconds
+
+    # -- registration ------------------------------------------------------------------------------
+
+    def _prepare(
+        self, modules: Sequence[Sharded], replicas: dist.ProcessGroup | None
+    ) -> Mapping[str, Tensor]:
+        """Make the exchanges, without their process groups; return the parameters by name.
+
+        Seeds differ between shard groups, or replicas would round alike; and between the replicas
+        of one shard and those of the next.
+        """
+        settings, start = self.settings, 0
+        if settings.between is not None and replicas is None:
+            raise UsageError(
+                f"between={settings.between.compressor!r} defines how replicas exchange their "
+                "shards, but register received no replicas: hook.register(model, "
+                'replicas=mesh["replicate"]), or leave between out'
+            )
+        for each in modules:
+            each.examine(replicas)
+        layouts = [each.layout(settings.dense_below) for each in modules]
+        self._summary = self._summarized(modules, layouts, replicas)
+        number, count = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
+        # Exchanges of one kind run one after the other; on a GPU the two kinds have two streams.
+        buffers = Buffers(modules[0].device), Buffers(modules[0].device)
+        self._modules = []
+        for each, layout in zip(modules, layouts, strict=True):
+            module, rank = _Module(self, each, layout, start), each.group.rank()
+            if each.group.size() > 1:
+                module.inside = Level(
+                    self._world_of(each.group, each.device),
+                    partial(lanes, settings, layout, start),
+                    settings.stages,
+                    layout.parts(range(layout.ranks)),
+                    settings.seed + (number << 32),
+                    module.clock,
+                    owns_shards=False,
+                    buffers=buffers[0],
+                )
+            if replicas is not None and count > 1:
+                module.between = Level(
+                    self._world_of(replicas, each.device),
+                    partial(replica_lanes, settings, layout, rank, start),
+                    settings.stages,
+                    layout.parts([rank]),
+                    settings.seed + (count + rank << 32),
+                    module.clock,
+                    buffers=buffers[1],
+                )
+            self._modules.append(module)
+            start += layout.numel
+        names = [parameter.name for each in modules for parameter in each.parameters]
+        return dict(zip(names, (t for each in modules for t in each.tensors), strict=True))
+
+    def _summarized(
+        self,
+        modules: Sequence[Sharded],
+        layouts: Sequence[Layout],
+        replicas: dist.ProcessGroup | None,
+    ) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by a readable name."""
+        settings = self.settings
+        between = {} if settings.between is None else settings.between.summary()
+        numel = sum(layout.numel for layout in layouts)
+        layout = [(each.name, each.dtypes) for each in modules], layouts
+        count = sum(len(layout.parameters) for layout in layouts)
+        return {
+            **self._summarize(settings.summary(), count, numel, layout),
+            **{
+                f"between {name}": between.get(name)
+                for name in ("compressor", "code of compressor", "collective", "memory")
+            },
+            "replicas": 1 if replicas is None else replicas.size(),
+        }
+
+    def _meet(
+        self,
+        modules: Sequence[Sharded],
+        replicas: dist.ProcessGroup | None,
+        summary: Mapping[str, Any],
+        refused: str,
+    ) -> tuple[dict[str, Store], Roster]:
+        """Compare the settings of all ranks in every process group; return a store per group.
+
+        Replicas also compare which shard of each module they have. The roster has all ranks.
+        """
+        groups = {each.group.group_name: each.group for each in modules}
+        meetings = [(group, summary) for group in groups.values()]
+        if replicas is not None:
+            shards = [each.group.rank() for each in modules]
+            meetings.append((replicas, {**summary, SHARDS: shards}))
+        stores: dict[str, Store] = {}
+        first: GcbenchError | None = None
+        roster = Roster.alone()
+        for number, (group, each) in enumerate(meetings):
+            # Ranks that timed out in an earlier meeting arrive at the next one later.
+            seconds = (number + 1) * min(self.settings.timeout, handshake.PATIENCE)
+            try:
+                store, roster = handshake.meet(group, each, refused, seconds, roster)
+                stores[group.group_name] = store
+            except GcbenchError as error:  # report it to the ranks of the other groups, too
+                first, refused = first or error, refused or str(error)
+        if first is not None:
+            raise first
+        return stores, roster
 
     def _begin(
         self,
         model: nn.Module,
-        found: Sequence[Sharded],
+        device: torch.device,
         replicas: dist.ProcessGroup | None,
         stores: Mapping[str, Store],
         roster: Roster,
     ) -> None:
-        """Make a process group for each group of ranks, and let FSDP call the hook.
+        """Create a process group for each group of ranks, and let FSDP call the hook.
 
-        FSDP gathers its parameters in the same groups, so that a rank that waits there stops as
-        well when another one fails.
+        FSDP gathers its parameters in the same groups, so a rank that waits there stops as well
+        when another one fails.
         """
-        device = found[0].device
-        groups = {each.group.group_name: each.group for each in found if each.group.size() > 1}
-        if replicas is not None and replicas.size() > 1:
-            groups[replicas.group_name] = replicas
-        self._groups = {name: self._world(theirs, device) for name, theirs in groups.items()}
+        groups = {
+            group.group_name: group
+            for module in self._modules
+            for _, group in module.places(replicas)
+        }
+        self._groups = {name: self._world_of(group, device) for name, group in groups.items()}
         try:
             for name, world in self._groups.items():
                 world.connect(stores[name], roster)
@@ -427,240 +493,56 @@ class ShardHook(Hook):
             self._fail(error)
             raise
         for module in self._modules:
-            for level, theirs in module.places(replicas):
-                level.world.join(self._groups[theirs.group_name])
+            for level, group in module.places(replicas):
+                level.world.join(self._groups[group.group_name])
             module.begin()
-        for each, known in sharded.gathering(model):
-            theirs = known.mesh_info.shard_process_group
-            if theirs.group_name in self._groups:
-                gather = _Gather(self, self._groups[theirs.group_name], known._all_gather_comm)
+        for each, param_group in sharded.gathering(model):
+            name = param_group.mesh_info.shard_process_group.group_name
+            if name in self._groups:
+                gather = _Gather(self, self._groups[name], param_group._all_gather_comm)
                 each.set_custom_all_gather(gather)
 
-    @property
-    def step(self) -> int:
-        """The most exchanges that a module had: backward passes that reduce gradients.
+    def _levels(self) -> list[Level]:
+        return [level for module in self._modules for level in module.levels]
 
-        One shard without replicas exchanges nothing, and its backward passes are counted.
-        """
-        return max((module.step for module in self._modules), default=0)
+    def _worlds(self) -> list[HookWorld]:
+        return [*(level.world for level in self._levels()), *self._groups.values()]
 
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of this rank since the first step: reduce-scatters, and exchanges of replicas."""
-        return _total([level for module in self._modules for level in module.levels])
+    # -- state -------------------------------------------------------------------------------------
 
-    @property
-    def traffic_between(self) -> Traffic:
-        """The part of `traffic` that went between replicas."""
-        return _total([module.between for module in self._modules if module.between is not None])
-
-    @property
-    def plain_bytes(self) -> float:
-        """Bytes that this rank would have handed over in fp32: gradients, and padded shards."""
-        inside = sum(m.step * m.layout.numel for m in self._modules if m.inside is not None)
-        between = sum(m.step * m.layout.row for m in self._modules if m.between is not None)
-        return 4.0 * (inside + between)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of all exchanges by phase: statistic, encode, communicate, decode."""
-        total: dict[str, float] = {}
-        for module in self._modules:
-            for phase, seconds in module.clock.seconds.items():
-                total[phase] = total.get(phase, 0.0) + seconds
-        return total
-
-    @property
-    def skipped(self) -> int:
-        """Backward passes at which a gradient was not finite, since `register`."""
-        return self._skipped
-
-    @property
-    def agreement(self) -> Traffic:
-        """The part of `traffic` by which ranks agree around each exchange of a module."""
-        total = Traffic()
-        for module in self._modules:
-            for level in module.levels:
-                _add(total, level.exchange.agreement)
-        return total
-
-    def state_dict(self) -> RankState:
-        """Return what this rank carries, under "rank R of N": for `torch.save` and for DCP.
-
-        Numbers, strings and tensors, by module. Every rank has its own and saves its own; between
-        steps, after backward.
-        """
-        if not self._registered:
-            return RankState(self._loaded or {})
+    def _state(self) -> RankState:
         modules = {module.name: module.state() for module in self._modules}
         return self._sealed(dist.get_rank(), {"modules": modules})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a `state_dict` of the same rank, before `register` or after it.
-
-        All ranks load theirs, of the same step: they compare it when they register, or at the next
-        exchange.
-
-        Raises:
-            gcbench.core.errors.UsageError: not such a state, or of another rank, world size or
-                configuration.
-        """
-        self._keep(state)
-        if not self._registered or self._loaded is None:
-            return
-        loaded, self._loaded = self._loaded, None
-        self._adopt(loaded)
-        self._loads += 1
-
-    # -- registration ------------------------------------------------------------------------------
-
-    def _examine(self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None) -> None:
-        """Raise UsageError for what cannot be carried."""
-        if self.settings.between is not None and replicas is None:
-            raise UsageError(
-                f"between={self.settings.between.compressor!r} says how replicas exchange their "
-                "shards, and no replicas came: hook.register(model, "
-                'replicas=mesh["replicate"]), or leave between out'
-            )
-        for each in found:
-            each.examine(replicas)
-
-    def _summarize(
-        self,
-        found: Sequence[Sharded],
-        layouts: Sequence[Layout],
-        replicas: dist.ProcessGroup | None,
-    ) -> dict[str, Any]:
-        """Return what must be the same on all ranks, by a readable name."""
-        settings = self.settings
-        words = repr([(each.name, each.dtypes) for each in found]) + repr(layouts)
-        digest = hashlib.sha256(words.encode()).hexdigest()[:12]
-        count = sum(len(layout.parameters) for layout in layouts)
-        numel = sum(layout.numel for layout in layouts)
-        second: dict[str, Any] = {}
-        if settings.between is not None:
-            way = settings.between
-            second = chosen.summary(way.methods, way.collective, way.memory)
-        return {
-            **chosen.summary(settings.methods, "twoshot", settings.memory),
-            **{
-                f"between {name}": second.get(name)
-                for name in ("compressor", "code of compressor", "collective", "memory")
-            },
-            "dense_below": settings.dense_below,
-            "start_step": settings.start_step,
-            "seed": settings.seed,
-            "replicas": 1 if replicas is None else replicas.size(),
-            "parameters": f"{count} with {numel} elements, layout {digest}",
-            "on_nonfinite": settings.on_nonfinite,
-            "rates": ("optimizer" if self._rates.optimizers else "hook.lr")
-            + (" and scaler" if self._rates.scaler is not None else ""),
-            "step": self.step,
-        }
-
-    def _meet(
-        self, found: Sequence[Sharded], replicas: dist.ProcessGroup | None, refused: str
-    ) -> tuple[dict[str, Store], Roster]:
-        """Compare the settings of all ranks, in every process group; return a store for each group.
-
-        Replicas also compare which shard of each module they hold. The roster has all ranks.
-        """
-        groups = {each.group.group_name: each.group for each in found}
-        meetings = [(group, self._summary) for group in groups.values()]
-        if replicas is not None:
-            shards = [each.group.rank() for each in found]
-            meetings.append((replicas, {**self._summary, SHARDS: shards}))
-        stores: dict[str, Store] = {}
-        first: GcbenchError | None = None
-        roster = Roster.alone()
-        for number, (group, summary) in enumerate(meetings):
-            # Ranks that waited in vain in an earlier meeting come to the next one later.
-            seconds = (number + 1) * min(self.settings.timeout, handshake.PATIENCE)
-            try:
-                store, roster = handshake.meet(group, summary, refused, seconds, roster)
-                stores[group.group_name] = store
-            except GcbenchError as error:  # the ranks of the other groups hear of it, too
-                first, refused = first or error, refused or str(error)
-        if first is not None:
-            raise first
-        return stores, roster
-
-    def _prepare(
-        self,
-        found: Sequence[Sharded],
-        layouts: Sequence[Layout],
-        replicas: dist.ProcessGroup | None,
-    ) -> None:
-        """Make the exchanges of each module, but for their process groups.
-
-        Seeds differ from one shard group to the next, or else replicas would round alike; and from
-        one shard's replicas to those of the next.
-        """
-        settings, start = self.settings, 0
-        number, count = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
-        # Exchanges of one kind come one after the other; on a GPU the two kinds have two streams.
-        buffers = Buffers(found[0].device), Buffers(found[0].device)
-        for each, layout in zip(found, layouts, strict=True):
-            module, rank = _Module(self, each, layout, start), each.group.rank()
-            if each.group.size() > 1:
-                plan = partial(lanes, settings, layout, start)
-                names = [
-                    [(p.name, math.prod(p.chunks[r])) for r in range(layout.ranks) for p in lane]
-                    for lane in layout.lanes()
-                ]
-                seed = settings.seed + (number << 32)
-                world = self._world(each.group, each.device)
-                module.inside = _Level(
-                    *(world, plan, settings.stages, seed, module.clock, buffers[0], names),
-                    owns_shards=False,
-                )
-            if replicas is not None and count > 1:
-                plan = partial(replica_lanes, settings, layout, rank, start)
-                names = []
-                if settings.between is not None:
-                    names = [
-                        [(p.name, math.prod(p.chunks[rank])) for p in lane]
-                        for lane in layout.lanes()
-                    ]
-                seed = settings.seed + (count + rank << 32)
-                world = self._world(replicas, each.device)
-                module.between = _Level(
-                    *(world, plan, settings.stages, seed, module.clock, buffers[1], names),
-                    owns_shards=True,
-                )
-            self._modules.append(module)
-            start += layout.numel
-
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Carry on from a state, whose every entry is checked before anything changes."""
         entry = self._entry(state, dist.get_rank(), dist.get_world_size())
         modules = sealed.entry(entry, "modules")
-        made = [module.loaded(sealed.entry(modules, module.name)) for module in self._modules]
-        for module, (step, exchanges) in zip(self._modules, made, strict=True):
+        loaded = [module.loaded(sealed.entry(modules, module.name)) for module in self._modules]
+        for module, (step, exchanges) in zip(self._modules, loaded, strict=True):
             module.step = step
             for level, exchange in zip(module.levels, exchanges, strict=True):
-                level.replace(exchange)
+                level.exchange = exchange
 
     # -- training ----------------------------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module) -> None:
-        """Raise what broke the last exchange off; a new step begins.
+        """Raise the error that ended the last exchange; else begin a step.
 
         Raises:
-            GcbenchError: what broke the last exchange off.
-            UsageError: the last pass of this rank broke off.
+            GcbenchError: the error that ended the last exchange.
+            UsageError: the last pass of this rank did not finish.
         """
         root = model is self._root()
         if torch.is_grad_enabled() or (root and self._failed is not None):
             self.raise_failure()
         if not root:
             return
-        broken = "forward" if self._in_forward else "backward"
+        unfinished = "forward" if self._in_forward else "backward"
         if self._in_forward or sharded.in_backward(model):
-            # Collectives of FSDP itself were left out, so the next ones would not match.
+            # FSDP skipped collectives, so the next ones would not match.
             error = UsageError(
-                f"rank {dist.get_rank()}: the last {broken} pass broke off, so the ranks cannot "
-                "continue together. Was an error caught there? Restart from a checkpoint"
+                f"rank {dist.get_rank()}: the last {unfinished} pass did not finish, so the ranks "
+                "cannot continue together. Was an error caught there? Restart from a checkpoint"
             )
             self._fail(error)
             raise error
@@ -670,20 +552,11 @@ class ShardHook(Hook):
     def _after_forward(self) -> None:
         self._in_forward = False
 
-    def _worlds(self) -> list[HookWorld]:
-        levels = [level.world for module in self._modules for level in module.levels]
-        return [*levels, *self._groups.values()]
-
     def _new_step(self) -> None:
         self._skipping, self._undo, self._reduced = None, [], set()
 
-    def _stepped(self) -> None:
-        for module in self._modules:
-            for level in module.levels:
-                level.exchange.assume(level.rates(self._rates))
-
     def _skip(self, fault: Fault) -> None:
-        """Take back what was exchanged since the last forward pass; exchange nothing until then."""
+        """Revert the exchanges since the last forward pass; exchange nothing until the next."""
         if self._skipping is None:
             self._skipping = fault
             self._skipped += 1
@@ -693,10 +566,10 @@ class ShardHook(Hook):
 
     @contextmanager
     def _exchanging(self, module: _Module | None = None) -> Iterator[None]:
-        """Communicate; after an error nothing else is begun, which would wait in vain.
+        """Communicate; after an error begin nothing else, which would wait in vain.
 
         Raises:
-            GcbenchError: what broke an earlier exchange off.
+            GcbenchError: the error that ended an earlier exchange.
         """
         self.raise_failure()
         if module is not None:
@@ -709,16 +582,20 @@ class ShardHook(Hook):
             raise
 
 
-class _Gather:
-    """Gathers parameters in FSDP's place, in the hook's process group."""
-
-    def __init__(self, hook: ShardHook, world: HookWorld, theirs: Any) -> None:
-        """`theirs`: torch's own all-gather, which does the work."""
-        self.hook, self.world, self.theirs = hook, world, theirs
+class _Collective:
+    """What FSDP calls instead of one of its collectives."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for FSDP's input or output."""
         return torch.empty(size, dtype=dtype, device=device)
+
+
+class _Gather(_Collective):
+    """Gathers parameters instead of FSDP, in the hook's process group."""
+
+    def __init__(self, hook: ShardHook, world: HookWorld, original: Any) -> None:
+        """`original`: torch's all-gather, which does the work."""
+        self.hook, self.world, self.original = hook, world, original
 
     def __call__(
         self,
@@ -734,7 +611,7 @@ class _Gather:
         """
         same = (group.rank(), group.size()) == (self.world.ranks[0], self.world.size)
         with self.hook._exchanging(), self.world.together():
-            return self.theirs(
+            return self.original(
                 output_tensor,
                 input_tensor,
                 group=self.world.group if same else group,
@@ -742,136 +619,70 @@ class _Gather:
             )
 
 
-class _Level:
-    """A module's exchange in one process group: of its shards, or of the replicas of one."""
+class _Module(_Collective):
+    """One module's exchanges, which FSDP calls instead of its reduce-scatter, and after it."""
 
-    def __init__(
-        self,
-        world: HookWorld,
-        lanes: Callable[[int], list[Lane]],
-        stages: Sequence[int],
-        seed: int,
-        clock: Totals,
-        buffers: Buffers,
-        names: Sequence[Sequence[tuple[str, int]]],
-        *,
-        owns_shards: bool,
-    ) -> None:
-        """`lanes`: returns how lanes are exchanged from a step on, which may change at `stages`.
-
-        `names`: of each lane the parameters that its parts are of, and their numbers of elements.
-        """
-        self.world, self.lanes, self.stages, self.names = world, lanes, stages, names
-        self._words, self._owns_shards, self._buffers = (seed, clock), owns_shards, buffers
-        self.watch = Watch()
-        self.exchange = self.made(0)
-
-    def made(self, step: int) -> Exchange:
-        """Return a new exchange, as it is before that of `step`, at which a stage may begin.
-
-        It passes through all stages first, so that states have the same entries at every step.
-        """
-        lanes = [self.lanes(start) for start in self.stages]
-        made = Exchange(self.world, lanes[0], *self._words, owns_shards=self._owns_shards)
-        parts = []
-        for lane in self.names:
-            edges = [0]
-            for _, size in lane:
-                edges.append(edges[-1] + size)
-            parts.append([slice(*pair) for pair in pairwise(edges)])
-        made.divide(parts)
-        for each in [*lanes[1:], self.lanes(max(0, step - 1))]:
-            made.change(each)
-        made.buffers = self._buffers
-        return made
-
-    def replace(self, exchange: Exchange) -> None:
-        """Carry on with an exchange that `made` returned."""
-        self.exchange = exchange
-
-    def rates(self, rates: Rates) -> list[list[float | None]]:
-        """Return the learning rates of the parts of each lane."""
-        return [rates.of([name for name, _ in lane]) for lane in self.names]
-
-    def undo(self) -> Callable[[], None]:
-        """Return a function that puts back what is carried now."""
-        exchange = self.exchange
-        kept = sealed.copied(exchange.workers[0]), sealed.copied(exchange.joint)
-
-        def restore() -> None:
-            for carried, before in zip((exchange.workers[0], exchange.joint), kept, strict=True):
-                for own, old in zip(carried, before, strict=True):
-                    own.clear()
-                    own.update(old)
-
-        return restore
-
-
-class _Module:
-    """One module's exchanges: what FSDP calls in the place of its reduce-scatter, and after it."""
-
-    def __init__(self, hook: ShardHook, known: Sharded, layout: Layout, start: int) -> None:
-        self.hook, self.known, self.name = hook, known, known.name
-        self.layout, self.start = layout, start
-        self.rank, self.clock, self.step = known.group.rank(), Totals(known.device), 0
+    def __init__(self, hook: ShardHook, target: Sharded, layout: Layout, start: int) -> None:
+        """`start`: as for `lanes`."""
+        self.start = start
+        self.hook, self.target, self.name, self.layout = hook, target, target.name, layout
+        self.rank, self.clock, self.step = target.group.rank(), Totals(target.device), 0
         self.dtypes = {
             parameter.name: tensor.dtype
-            for parameter, tensor in zip(known.parameters, known.tensors, strict=True)
+            for parameter, tensor in zip(target.parameters, target.tensors, strict=True)
         }
         self.agreed = False
         """Whether all ranks know of the error that is about to be raised."""
-        self.inside: _Level | None = None
+        self.misfit: Fault | None = None
+        """Why a mean of the last exchange cannot be applied, on this rank."""
+        self.inside: Level | None = None
         """None: the module has one shard."""
-        self.between: _Level | None = None
+        self.between: Level | None = None
         """None: a shard has no replicas."""
-        self.theirs: Callable[[Tensor], None] | None = None
-        """The user's all-reduce hook, whose place is taken to count steps without an exchange."""
+        self.user_hook: Callable[[Tensor], None] | None = None
+        """The user's all-reduce hook, which `count` replaces."""
 
     @property
-    def levels(self) -> list[_Level]:
-        """The exchanges that there are."""
+    def levels(self) -> list[Level]:
+        """The exchanges of this module."""
         return [level for level in (self.inside, self.between) if level is not None]
 
-    def places(self, replicas: dist.ProcessGroup | None) -> list[tuple[_Level, dist.ProcessGroup]]:
+    def places(self, replicas: dist.ProcessGroup | None) -> list[tuple[Level, dist.ProcessGroup]]:
         """Return each exchange with torch's process group of the same ranks."""
-        pairs = ((self.inside, self.known.group), (self.between, replicas))
+        pairs = ((self.inside, self.target.group), (self.between, replicas))
         return [(level, group) for level, group in pairs if level is not None and group is not None]
 
     def begin(self) -> None:
         """Let FSDP call the exchanges."""
-        module = self.known.module
+        module = self.target.module
         if self.inside is not None:
             module.set_custom_reduce_scatter(self)
         if self.between is not None:
             module.set_all_reduce_hook(self.over_replicas)
         if not self.levels:
-            self.theirs = self.known.known._all_reduce_hook
+            self.user_hook = self.target.param_group._all_reduce_hook
             module.set_all_reduce_hook(self.count)
 
     def state(self) -> dict[str, Any]:
-        """Return what is carried."""
+        """Return the state of the exchanges."""
         return {"step": self.step, "levels": [each.exchange.state_dict() for each in self.levels]}
 
     def loaded(self, state: Mapping[str, Any]) -> tuple[int, list[Exchange]]:
-        """Return the step and the exchanges of a state, whose every entry is checked."""
+        """Return the step and the exchanges of a state, after all its entries are checked."""
         step = sealed.integer(f"step of {self.name}", sealed.entry(state, "step"), 0, sealed.STEPS)
         levels = sealed.sequence("levels", sealed.entry(state, "levels"), len(self.levels))
-        made = [level.made(step) for level in self.levels]
+        exchanges = [level.make(step) for level in self.levels]
         before = [level.world.traffic[0] for level in self.levels]
         try:
-            for exchange, each in zip(made, levels, strict=True):
+            for exchange, each in zip(exchanges, levels, strict=True):
                 exchange.load_state_dict(each)
         except UsageError:
             for level, traffic in zip(self.levels, before, strict=True):
                 level.world.traffic[0] = traffic
             raise
-        return step, made
+        return step, exchanges
 
     # -- called by FSDP ----------------------------------------------------------------------------
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for FSDP's input or output."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -884,153 +695,166 @@ class _Module:
         """Write the mean of this rank's row over all ranks' inputs to the output, shape (row,).
 
         Raises:
-            GcbenchError: the exchange broke off, or FSDP asks for what cannot be compressed.
+            GcbenchError: the exchange failed, or FSDP requests an operation that cannot be
+                compressed.
         """
-        assert self.inside is not None
-        gradients: list[Tensor] = []
+        layout, level = self.layout, self.inside
+        assert level is not None
 
-        def looked() -> None:
-            self._check_call(input_tensor, group, op)
-            gradients[:] = self.layout.take(input_tensor)
-            self._check_finite(gradients, range(self.layout.ranks))
+        def gradients() -> list[Tensor]:
+            self._check_call(level.world, input_tensor, group, op)
+            return layout.take(input_tensor, range(layout.ranks))
 
         with self.hook._exchanging(self):
             if self.name in self.hook._reduced:
                 self.hook._new_step()
             self.hook._reduced.add(self.name)
-            if self._agree("reduce-scatter", looked):
-                self._reduce(self.inside, output_tensor, gradients, op)
-            else:
-                output_tensor.fill_(torch.nan)
+            taken = self._agree("reduce-scatter", level, gradients)
+            output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
+            if taken is not None:
+                count = level.world.size if op == dist.ReduceOp.SUM else 1
+
+                def shard(number: int, x: Tensor) -> Tensor:
+                    (mean,) = level.exchange.lane_shards(number, [x], self.step)
+                    return mean.mul_(count)
+
+                self._exchange(level, taken, output_tensor, shard)
+                self._agree_on_means()
             if self.between is None:
                 self.step += 1
 
-    def over_replicas(self, shard: Tensor) -> None:
-        """Put the mean over the replicas in the place of this rank's row, shape (row,).
+    def over_replicas(self, row: Tensor) -> None:
+        """Replace this rank's row, shape (row,), by the mean over the replicas.
 
         Raises:
-            GcbenchError: the exchange broke off, or FSDP asks for what cannot be compressed.
+            GcbenchError: the exchange failed, or FSDP requests an operation that cannot be
+                compressed.
         """
-        assert self.between is not None
+        level = self.between
+        assert level is not None
 
-        def looked() -> None:
-            self._check_elements(shard.numel(), self.layout.row)
-            self._check_finite(self.layout.own(shard, self.rank), [self.rank])
+        def gradients() -> list[Tensor]:
+            self._check_elements(row.numel(), self.layout.row)
+            return self.layout.take(row, [self.rank])
 
         with self.hook._exchanging(self):
-            if self.hook._skipping is None and self._agree("exchange between replicas", looked):
-                if self.hook.settings.between is None:
-                    self._plain_mean(shard, self.between.world)
-                else:
-                    self._exchange(shard, self.between)
+            taken = None
+            if self.hook._skipping is None:
+                taken = self._agree("exchange between replicas", level, gradients)
+            if taken is None:
+                row.fill_(torch.nan)
             else:
-                shard.fill_(torch.nan)
+
+                def mean(number: int, x: Tensor) -> Tensor:
+                    # An empty lane is empty on all replicas.
+                    return level.exchange.lane_mean(number, [x], self.step) if x.numel() else x
+
+                self._exchange(level, taken, row, mean)
+                self._agree_on_means(row)
             self.step += 1
 
-    def count(self, shard: Tensor) -> None:
-        """Count a step of one shard without replicas, whose gradient is the mean as it is."""
-        if self.theirs is not None:
-            self.theirs(shard)
+    def count(self, row: Tensor) -> None:
+        """Count a step of one shard without replicas, whose gradient is the mean."""
+        if self.user_hook is not None:
+            self.user_hook(row)
         self.step += 1
 
     # -- exchanges ---------------------------------------------------------------------------------
 
-    def _agree(self, position: str, look: Callable[[], None]) -> bool:
-        """Return whether all ranks go on; False: the step is skipped.
+    def _agree(
+        self, position: str, level: Level, gradients: Callable[[], list[Tensor]]
+    ) -> list[Tensor] | None:
+        """Return the gradients of all lanes of a level; None: the step is skipped.
 
-        `position`: what this rank is about to do. `look`: raises what is wrong on this rank. The
-        ranks that shard the module agree first, then the replicas of each shard, so that the ranks
-        of all replicas know.
+        The ranks that shard the module agree first, then the replicas of each shard, so that the
+        ranks of all replicas learn of a fault.
+
+        Args:
+            position: the collective that this rank is about to call.
+            level: the exchange whose gradients these are.
+            gradients: returns them, or raises what is wrong on this rank.
 
         Raises:
-            GcbenchError: what a rank has found, on every rank.
+            GcbenchError: the fault of a rank, on every rank.
         """
-        hook, fault = self.hook, self.hook._skipping
+        hook, fault, taken = self.hook, self.hook._skipping, None
         if fault is None:
             try:
-                look()
+                taken = gradients()
             except GcbenchError as error:
                 fault = Fault.of(error, self.step)
-        names = [parameter.name for parameter in self.layout.parameters]
-        position = f"{position} of {self.name}"
-        common = hook._common(position, self.step, names, hook._rates.of(names))
-        for level in self.levels:
-            fault = agreement.agree(level.exchange, fault, common)
+        for number, x in enumerate(taken or []):
+            if fault is None and (name := level.nonfinite(number, x)):
+                fault = Fault.of(check.diverged(dist.get_rank(), name, self.step), self.step)
+        common = hook._common(f"{position} of {self.name}", self.step, self.levels)
+        fault = hook._agree(self.levels, fault, common)
         if fault is None:
-            return True
+            return taken
         if fault.kind == "diverged" and hook.settings.on_nonfinite == "skip":
             hook._skip(fault)
-            return False
+            return None
         self.agreed = True
         raise fault.error
 
-    def _check_call(self, given: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Raise UsageError if FSDP asks for another reduce-scatter than was registered."""
-        assert self.inside is not None
-        world = self.inside.world
+    def _check_call(
+        self, world: HookWorld, rows: Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        """Raise UsageError if FSDP requests another reduce-scatter than was registered."""
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise UsageError(
-                f"{self.name}: FSDP asks for neither a mean nor a sum of the ranks, as after "
+                f"{self.name}: FSDP requests neither a mean nor a sum of the ranks, as after "
                 "set_gradient_divide_factor. Leave that out and scale the loss"
             )
         if (group.rank(), group.size()) != (self.rank, world.size):
             raise UsageError(
-                f"{self.name}: a process group of {group.size()} ranks came, {world.size} expected"
+                f"{self.name}: received a process group of {group.size()} ranks, expected "
+                f"{world.size}"
             )
-        if given.dtype not in sharded.DTYPES:
-            raise UsageError(f"{self.name}: gradients of {given.dtype} came. {sharded.REDUCE}")
-        self._check_elements(given.numel(), self.layout.ranks * self.layout.row)
+        if rows.dtype not in sharded.DTYPES:
+            raise UsageError(f"{self.name}: received gradients of {rows.dtype}. {sharded.REDUCE}")
+        self._check_elements(rows.numel(), self.layout.ranks * self.layout.row)
 
-    def _check_elements(self, came: int, expected: int) -> None:
+    def _check_elements(self, received: int, expected: int) -> None:
         """Raise UsageError if not all parameters that were registered have a gradient."""
-        if came != expected:
-            remedy = "use all of them, or take a newer torch"
+        if received != expected:
+            remedy = "use all of them, or a newer torch"
             if sharded.takes_unused():
                 remedy = "call model.set_reduce_scatter_unused_params(True)"
             raise UsageError(
-                f"{self.name}: {came} elements came and {expected} are those of all its "
-                f"parameters. Does the loss not use some of them? Then {remedy}. Freeze parameters "
-                "before register"
+                f"{self.name}: received {received} elements of gradients, expected {expected} for "
+                f"all its parameters. Does the loss not use some of them? Then {remedy}. Freeze "
+                "parameters before register"
             )
 
-    def _reduce(
+    def _exchange(
         self,
-        level: _Level,
-        output: Tensor,
+        level: Level,
         gradients: Sequence[Tensor],
-        op: Any,
+        row: Tensor,
+        mean: Callable[[int, Tensor], Tensor],
     ) -> None:
-        """Exchange the gradients among the ranks that shard the module."""
-        layout, world = self.layout, level.world
-        exchange = self._ready(level, gradients)
-        output.zero_()
-        wrong: list[DivergedError] = []
-        for number, parameters in enumerate(layout.lanes()):
-            (shard,) = exchange.lane_shards(number, [gradients[number]], self.step)
-            if op == dist.ReduceOp.SUM:
-                shard.mul_(world.size)
-            self._look_at_mean(exchange.lanes[number], parameters, shard, output.dtype, wrong)
-            layout.give(parameters, shard, output, self.rank)
-        self._agree_on_means(wrong)
+        """Write the mean of this rank's chunks to its row, shape (row,).
 
-    def _look_at_mean(
-        self,
-        lane: Lane,
-        parameters: Sequence[Parameter],
-        shard: Tensor,
-        dtype: torch.dtype,
-        wrong: list[DivergedError],
-    ) -> None:
-        """Add to `wrong` an error for each mean that the gradient's or parameter's dtype loses."""
-        for parameter, piece in self.layout.pieces(parameters, shard, [self.rank]):
-            for each in dict.fromkeys((dtype, self.dtypes[parameter.name])):
-                if not check.fits(piece, each):
-                    words = lane.compressor, parameter.name, piece, each, self.step
-                    wrong.append(check.overflowed(*words))
-                    break
+        `mean`: exchanges a lane by its number, and returns the mean of this rank's chunks.
+        """
+        hook, layout, exchange = self.hook, self.layout, level.exchange
+        if hook.settings.on_nonfinite == "skip":
+            hook._undo.append(level.undo())
+        looks, self.misfit = level.begin(self.step, hook._rates), None
+        for number, (lane, x) in enumerate(zip(layout.lanes(), gradients, strict=True)):
+            if looks:
+                hook._look(level, number, x)
+            shard = mean(number, x)
+            layout.give(lane, shard, row, self.rank)
+            means = layout.pieces(lane, shard, self.rank)
+            dtypes = {p.name: [*{row.dtype, self.dtypes[p.name]}] for p in lane}
+            method = exchange.lanes[number].compressor
+            error = check.misfit(method, means, dtypes, self.step)
+            if error is not None and self.misfit is None:
+                self.misfit = Fault.of(error, self.step)
 
-    def _agree_on_means(self, wrong: Sequence[DivergedError], shared: Tensor | None = None) -> None:
-        """Raise the first rank's error, on every rank: a mean that overflows is its owner's alone.
+    def _agree_on_means(self, shared: Tensor | None = None) -> None:
+        """Raise the first rank's error on every rank: a mean that overflows is only on its owner.
 
         `shared`: the mean that must have the same bits on all replicas.
 
@@ -1038,93 +862,12 @@ class _Module:
             DivergedError: a mean does not fit its parameter's dtype.
             UsageError: the replicas decoded different means.
         """
-        fault = Fault.of(wrong[0], self.step) if wrong else None
+        fault = self.misfit
         for level in self.levels:
             values = {"position": f"means of {self.name}", "step": self.step}
             if level is self.between and shared is not None:
                 values["mean"] = agreement.digest(shared)
-            fault = agreement.agree(level.exchange, fault, Common.of(values))
+            fault = self.hook._agree([level], fault, Common.of(values))
         if fault is not None:
             self.agreed = True
             raise fault.error
-
-    def _plain_mean(self, shard: Tensor, world: DistributedWorld) -> None:
-        """Take the mean over the replicas in fp32."""
-        with self.clock.phase("communicate"):
-            shard.copy_(world.all_reduce([shard.float()], "sum").div_(world.size))
-
-    def _exchange(self, shard: Tensor, level: _Level) -> None:
-        """Exchange this rank's shard among its replicas; padding is not sent."""
-        layout = self.layout
-        own = layout.own(shard, self.rank)
-        exchange = self._ready(level, own)
-        wrong: list[DivergedError] = []
-        for number, (parameters, x) in enumerate(zip(layout.lanes(), own, strict=True)):
-            if x.numel():  # else it is empty on all replicas
-                mean = exchange.lane_mean(number, [x], self.step)
-                self._look_at_mean(exchange.lanes[number], parameters, mean, shard.dtype, wrong)
-                layout.give(parameters, mean, shard, self.rank)
-        self._agree_on_means(wrong, shard)
-
-    def _ready(self, level: _Level, gradients: Sequence[Tensor]) -> Exchange:
-        """Return the exchange of a level as it is at this step."""
-        hook, exchange = self.hook, level.exchange
-        if hook.settings.on_nonfinite == "skip":
-            hook._undo.append(level.undo())
-        if self.step in level.stages and self.step:
-            exchange.change(level.lanes(self.step))
-        rates, scale = level.rates(hook._rates), hook._rates.scale
-        exchange.follow(rates, scale)
-        by_name = {
-            name: rate
-            for lane, own in zip(level.names, rates, strict=True)
-            for (name, _), rate in zip(lane, own, strict=True)
-        }
-        if level.watch.due(self.step, by_name, scale) and not hook._watch.warned:
-            self._look(level, gradients)
-        return exchange
-
-    def _look(self, level: _Level, gradients: Sequence[Tensor]) -> None:
-        """Warn if a residual is far larger than the gradient that it is about to be added to."""
-        squares: dict[str, Tensor] = {}
-        for number, names in enumerate(level.names):
-            state: State = level.exchange.workers[0][number]
-            for name in level.exchange.lanes[number].memory.residuals:
-                for (parameter, _), part in zip(names, level.exchange.parts[number], strict=True):
-                    both = torch.stack(
-                        [x[part].double().square().sum() for x in (state[name], gradients[number])]
-                    )
-                    squares[parameter] = squares[parameter] + both if parameter in squares else both
-        for parameter, both in squares.items():
-            residual, gradient = both.sqrt().tolist()
-            level.watch.look(parameter, residual, gradient)
-        self.hook._watch.warned |= level.watch.warned
-
-    def _check_finite(self, gradients: Sequence[Tensor], ranks: Sequence[int]) -> None:
-        """Raise DivergedError, with a parameter's name, if a gradient is not finite.
-
-        `gradients`: of each lane the chunks that `ranks` keep, 1-D.
-        """
-        if all(math.isfinite(float(x.sum())) or x.isfinite().all() for x in gradients):
-            return
-        name = next(
-            parameter.name
-            for lane, x in zip(self.layout.lanes(), gradients, strict=True)
-            for parameter, piece in self.layout.pieces(lane, x, ranks)
-            if not piece.isfinite().all()
-        )
-        raise check.diverged(dist.get_rank(), name, self.step)
-
-
-def _add(total: Traffic, own: Traffic) -> None:
-    total.payload_up += own.payload_up
-    total.payload_down += own.payload_down
-    total.wire += own.wire
-
-
-def _total(levels: Sequence[_Level]) -> Traffic:
-    """Return the bytes of this rank in all of these exchanges."""
-    total = Traffic()
-    for level in levels:
-        _add(total, level.world.traffic[0])
-    return total

@@ -1,7 +1,4 @@
-"""Process groups that can serve; and ranks that compare what they are about to do in them.
-
-That comes before any of them waits in a collective.
-"""
+"""Ranks compare their settings before any of them waits in a collective; checks of backends."""
 
 from __future__ import annotations
 
@@ -24,20 +21,18 @@ from gcbench.integrations.agreement import differences
 
 T = TypeVar("T")
 PATIENCE = 60.0
-"""Seconds that a rank waits for the others to register, if the timeout is not shorter."""
+"""Seconds that a rank waits for the others to register, unless the timeout is shorter."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""The backend that a process group needs for tensors on each type of device."""
-
-
+"""Type of device -> the backend that a process group needs for its tensors."""
 STORE_SECONDS = 3.0
-"""The most seconds in which a store answers."""
+"""Maximum seconds to wait for a store."""
 
 
 def ask(call: Callable[[], T], seconds: float = STORE_SECONDS) -> T:
-    """Return the result of calls to a job's store.
+    """Return the result of a function that calls the job's store.
 
     Raises:
-        PeerLostError: the store fails, or does not answer in time: torch may wait for ever.
+        PeerLostError: the store fails, or does not answer in time. Torch may wait forever.
     """
     outcome: Future[T] = Future()
 
@@ -53,16 +48,16 @@ def ask(call: Callable[[], T], seconds: float = STORE_SECONDS) -> T:
     except (RuntimeError, TimeoutError) as error:
         raise PeerLostError(
             f"rank {dist.get_rank()}: the job's store does not answer. It is served by rank 0, or "
-            f"by torchrun's agent, which has ended or stands still. torch: {error!s:.200}"
+            f"by torchrun's agent, which has ended or stopped. torch: {error!s:.200}"
         ) from error
 
 
 def check_backend(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise UsageError if a process group cannot carry tensors of a device; `what`: whose it is."""
+    """Raise UsageError if a group cannot send tensors of a device; `what` names it in errors."""
     needed = BACKENDS.get(device.type)
     if needed is None:
         raise UsageError(
-            f"parameters are on {device}: {' or '.join(BACKENDS)} is expected. Move the model"
+            f"parameters are on {device}: expected {' or '.join(BACKENDS)}. Move the model"
         )
     try:
         backend = group._get_backend(device).name()
@@ -79,22 +74,22 @@ def check_backend(what: str, group: dist.ProcessGroup, device: torch.device) -> 
 class Roster:
     """The ranks of a hook, in one group or in the rows and columns of a grid.
 
-    They share a part of the job's store, where they report failures.
+    They share a prefix of the job's store, where they report failures.
     """
 
     name: tuple[int, int]
-    """The lowest rank, and its number of hooks so far: no other hook has the same."""
+    """The lowest rank, and its number of hooks so far: unique to this hook."""
     ranks: tuple[int, ...]
 
     @classmethod
     def alone(cls) -> Roster:
-        """Return the roster of a rank that has met no other; each hook calls it once."""
+        """Return the roster of a rank before any meeting; each hook calls it once."""
         rank = dist.get_rank()
         return cls((rank, ask(lambda: _root().add(f"gcbench/hooks/{rank}", 1))), (rank,))
 
     @property
     def store(self) -> Store:
-        """The shared part of the job's store."""
+        """The shared prefix of the job's store."""
         return PrefixStore("gcbench/hook/{}.{}".format(*self.name), _root())
 
 
@@ -114,54 +109,54 @@ def meet(
 ) -> tuple[Store, Roster]:
     """Check that all ranks of `group` registered with the same settings.
 
-    The ranks exchange it through the group's store and not by a collective, so that a rank that
-    does not come can be named. Returns a part of that store, the same for all ranks, that nobody
-    else writes to; and the roster of all ranks that they have met.
+    The ranks use the group's store, not a collective, so that the error can name a missing rank.
+    Returns a prefix of that store that only these ranks use, and the roster of all ranks that they
+    have met.
 
     Args:
-        group: whose ranks meet.
-        summary: what must be the same on all of them, by a name for people; JSON.
-        refused: why this rank cannot go on; "" if it can.
+        group: the ranks that meet.
+        summary: what must be the same on all of them, by a readable name; JSON.
+        refused: why this rank cannot register; "" if it can.
         seconds: how long to wait for the others.
         roster: the ranks that this one has met.
 
     Raises:
-        UsageError: a rank refused, perhaps this one; or the ranks differ, with what in.
-        PeerLostError: a rank did not come in time.
+        UsageError: a rank refused, maybe this one; or the ranks differ, with the values.
+        PeerLostError: a rank did not arrive in time.
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
     members = dist.get_process_group_ranks(group)
 
-    def met() -> tuple[str, list[dict[str, Any]]]:
-        # Counted in the store and not in the process, which may be older or younger than the group.
+    def exchange() -> tuple[str, list[dict[str, Any]]]:
+        # Counted in the store: the process may be older or younger than the group.
         number = store.add(f"gcbench/comm_hook/meetings/{rank}", 1) - 1
-        place = f"gcbench/comm_hook/{number}"
-        keys = [f"{place}/rank/{each}" for each in range(size)]
-        card = {"refused": refused, "summary": dict(summary), **asdict(roster)}
-        store.set(keys[rank], json.dumps(card))
+        prefix = f"gcbench/comm_hook/{number}"
+        keys = [f"{prefix}/rank/{each}" for each in range(size)]
+        report = {"refused": refused, "summary": dict(summary), **asdict(roster)}
+        store.set(keys[rank], json.dumps(report))
         if refused:
             raise UsageError(refused)
         _await(store, keys, members, rank, seconds)
-        return place, [json.loads(store.get(key)) for key in keys]
+        return prefix, [json.loads(store.get(key)) for key in keys]
 
-    place, everyone = ask(met, seconds + STORE_SECONDS)
-    for other, each in zip(members, everyone, strict=True):
+    prefix, reports = ask(exchange, seconds + STORE_SECONDS)
+    for other, each in zip(members, reports, strict=True):
         if each["refused"]:
             raise UsageError(f"rank {other} could not register: {each['refused']}")
-    summaries = [each["summary"] for each in everyone]
+    summaries = [each["summary"] for each in reports]
     different = differences(dict(zip(members, summaries, strict=True)))
     if different:
         raise UsageError(
-            f"the ranks registered different things. {'; '.join(different.values())}. Make the "
+            f"the ranks registered different settings. {'; '.join(different.values())}. Make the "
             "hook with the same arguments, and load states of the same step, on every rank"
         )
-    first, number = min(each["name"] for each in everyone)
-    ranks = {rank for each in everyone for rank in each["ranks"]}
-    return PrefixStore(place, store), Roster((first, number), tuple(sorted(ranks)))
+    first, number = min(each["name"] for each in reports)
+    ranks = {rank for each in reports for rank in each["ranks"]}
+    return PrefixStore(prefix, store), Roster((first, number), tuple(sorted(ranks)))
 
 
 def _await(store: Store, keys: list[str], members: list[int], rank: int, seconds: float) -> None:
-    """Wait until all ranks have written; PeerLostError names those that have not."""
+    """Wait until all ranks have written; PeerLostError names the missing ones."""
     deadline = time.monotonic() + seconds
     for key in keys:
         left = max(deadline - time.monotonic(), 0.001)
@@ -172,8 +167,8 @@ def _await(store: Store, keys: list[str], members: list[int], rank: int, seconds
             missing = [member for member, there in zip(members, written, strict=True) if not there]
             text = (
                 f"{', '.join(f'rank {each}' for each in missing)} did not register a hook within "
-                f"{seconds:.0f} s. Every rank calls register: look for the errors of those"
+                f"{seconds:.0f} s. Every rank must call register: look for errors of those ranks"
             )
-            with suppress(RuntimeError):  # a rank that comes later reads it
+            with suppress(RuntimeError):  # a rank that arrives later reads it
                 store.set(keys[rank], json.dumps({"refused": text, "summary": {}}))
             raise PeerLostError(f"rank {members[rank]}: {text}") from error

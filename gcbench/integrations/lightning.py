@@ -7,7 +7,7 @@ from weakref import ReferenceType, ref
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ImportError:  # the same classes, from the older of the two packages
+except ImportError:  # the same classes in the older package
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from gcbench.core.compressor import Compressor
@@ -17,54 +17,54 @@ from gcbench.integrations.ddp import CommHook
 
 OTHERS = {
     "FSDPStrategy": (
-        "it shards by FSDP1, whose reduction cannot be replaced. Shard by fully_shard in your own "
-        "loop and call gcbench.shard_hook(...).register(model)"
+        "it uses FSDP1, whose reduction cannot be replaced. Use fully_shard in your own loop and "
+        "call gcbench.shard_hook(...).register(model)"
     ),
     "ModelParallelStrategy": (
         "it has no DistributedDataParallel model. Leave the callback out and call "
         "gcbench.shard_hook(...).register(model) after fully_shard in configure_model"
     ),
-    "DeepSpeedStrategy": "DeepSpeed reduces gradients itself and has no place for a hook",
+    "DeepSpeedStrategy": "DeepSpeed reduces the gradients itself and does not support hooks",
 }
-"""Why a strategy cannot have a hook, and what to call in its place, by the class's name."""
+"""Class of a strategy -> why it cannot have a hook, and what to call instead."""
 
 
 class Compression(Callback):  # type: ignore[misc]
     """Compress the gradients of a Trainer whose strategy is DDP.
 
     `Trainer(strategy="ddp", callbacks=[Compression("int8")])`. The callback registers a
-    `gcbench.comm_hook` on the model of each `fit`, which follows the learning rates of all
-    optimizers and the GradScaler's scale. `gcbench/sent_bytes`, `gcbench/fp32_bytes`,
-    `gcbench/bits_per_element` and the comparisons of `check_every` go to the Trainer's loggers,
-    every `log_every_n_steps` and at each check: the values of rank 0.
+    `gcbench.comm_hook` on the model of each `fit`. The hook follows the learning rates of all
+    optimizers and the GradScaler's scale. The Trainer's loggers receive `gcbench/sent_bytes`,
+    `gcbench/fp32_bytes`, `gcbench/bits_per_element` and the comparisons of `check_every` from rank
+    0, every `log_every_n_steps` and at each check.
 
-    A checkpoint has the state of every rank. Rank 0 gathers them into its memory: for a method with
-    error feedback these are 4 bytes per parameter and rank. `fit(ckpt_path=...)` with as many ranks
-    ends in the bits of an uninterrupted job. A checkpoint that Lightning saves on the way out after
-    an exception has none, since other ranks may be at another step or gone.
+    A checkpoint contains the state of every rank. Rank 0 gathers them in its memory: 4 bytes per
+    parameter and rank for a method with error feedback. `fit(ckpt_path=...)` with the same number
+    of ranks ends in the same bits as an uninterrupted job. A checkpoint that Lightning saves after
+    an exception has no states, since other ranks may be at another step or gone.
 
     Args:
         compressor: a registered name, a file (./mine.py), or a compressor.
-        options: those of `gcbench.comm_hook`, without `optimizer` and `scaler`.
+        options: arguments of `gcbench.comm_hook` except `optimizer` and `scaler`.
 
     Raises:
-        gcbench.core.errors.UsageError: a wrong option, here; in `fit` a strategy other than DDP, on
-            every rank.
+        gcbench.core.errors.UsageError: here, an invalid option; in `fit`, on every rank, a strategy
+            other than DDP.
     """
 
     def __init__(self, compressor: str | Compressor, **options: Any) -> None:
-        frameworks.make(compressor, options).close()  # refuses what is wrong here, not in `fit`
+        frameworks.make(compressor, options).close()  # refuse invalid options here, not in `fit`
         self._compressor, self._options = compressor, options
         self._hook: CommHook | None = None
         self._module: ReferenceType[LightningModule] | None = None
-        """Whose gradients the hook exchanges."""
+        """The module whose gradients the hook exchanges."""
         self._states: dict[str, Any] = {}
         """Every rank's state in the checkpoint that `fit` resumes from."""
         self._interrupted = False
 
     @property
     def hook(self) -> CommHook:
-        """The hook of the `fit` that runs, or of the last one.
+        """The hook of the current or last `fit`.
 
         Raises:
             gcbench.core.errors.UsageError: `fit` has not registered one yet.
@@ -76,15 +76,15 @@ class Compression(Callback):  # type: ignore[misc]
     # -- called by the Trainer ---------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy that cannot have a hook, before anything is built."""
+        """Refuse a strategy that cannot have a hook, before the Trainer builds anything."""
         self._states, self._interrupted = {}, False
         if stage == "fit":
-            known = {cls.__name__ for cls in type(trainer.strategy).__mro__}
-            for name in OTHERS.keys() & known:
+            classes = {cls.__name__ for cls in type(trainer.strategy).__mro__}
+            for name in OTHERS.keys() & classes:
                 _refuse(trainer, OTHERS[name])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Register the hook on the model that the strategy has wrapped."""
+        """Register the hook on the model that the strategy wrapped."""
         model = frameworks.wrapped(trainer.strategy.model)
         if model is None:
             _refuse(trainer, "it has no DistributedDataParallel model")
@@ -93,14 +93,14 @@ class Compression(Callback):  # type: ignore[misc]
         if trainer.ckpt_path is not None and not self._states:
             frameworks.warn_missing(trainer.ckpt_path)
         elif trainer.ckpt_path is None:
-            self._states = self._carried(pl_module)
+            self._states = self._last(pl_module)
         hook.load_state_dict(self._states)
         hook.register(model)
         self._hook, self._module, self._states = hook, ref(pl_module), {}
         self._metrics, self._step = frameworks.Metrics(hook), hook.step
 
-    def _carried(self, module: LightningModule) -> dict[str, Any]:
-        """Return the state at the end of the last `fit` of the same module; else an empty one."""
+    def _last(self, module: LightningModule) -> dict[str, Any]:
+        """Return the state at the end of the last `fit` of the same module; else {}."""
         if self._hook is None or self._module is None or self._module() is not module:
             return {}
         return self._hook.state_dict()
@@ -115,7 +115,7 @@ class Compression(Callback):  # type: ignore[misc]
     ) -> None:
         """Log bytes and comparisons after a batch that ended a step."""
         exchanges, every = self.hook.step, trainer.log_every_n_steps
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # by which Lightning logs
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step in Lightning's logs
         due = exchanges > self._step and every and (step + 1) % every == 0
         self._step = exchanges
         if due or self._metrics.checked:
@@ -126,13 +126,13 @@ class Compression(Callback):  # type: ignore[misc]
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Gather nothing from here on: other ranks may not come. End the hook's thread."""
+        """Stop gathering states, as other ranks may be gone. End the hook's thread."""
         self._interrupted = True
         if self._hook is not None:
             self._hook.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """End the hook's thread. Its last state is in checkpoints that are saved after `fit`."""
+        """End the hook's thread. Checkpoints saved after `fit` contain its last state."""
         if self._hook is not None:
             self._hook.close()
 
@@ -143,7 +143,7 @@ class Compression(Callback):  # type: ignore[misc]
         return frameworks.gather(self._hook.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the states of the checkpoint that `fit` resumes from; it registers a hook next."""
+        """Store the states of the checkpoint that `fit` resumes from; it registers a hook next."""
         self._states = state_dict
 
 

@@ -1,8 +1,8 @@
-"""Where each tensor of somebody's model lies in the flat gradient that an exchange works on.
+"""The position of each tensor of a DDP model in the flat gradient that an exchange works on.
 
-Parameters are dealt to lanes in the reverse of the model's order, which is about the order in
-which a backward pass finishes their gradients. DDP's buckets have no part in it: DDP may form
-others after a step or a restart without any effect on what is sent.
+Parameters are assigned to lanes in the reverse of the model's order, in which a backward pass
+roughly finishes their gradients. DDP's buckets have no influence: DDP may form others after a step
+or a restart without any effect on what is sent.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Plan:
         dense: Sequence[bool],
         most: float,
     ) -> Plan:
-        """Deal tensors, given in the model's order, to lanes of about `most` elements.
+        """Assign tensors, given in the model's order, to lanes of about `most` elements.
 
-        A group of tensors is full once it has `most` elements; its compressed tensors are one lane
+        A group of tensors is full once it has `most` elements. Its compressed tensors form one lane
         and its dense ones another.
         """
         groups: list[list[int]] = [[]]
@@ -70,11 +70,11 @@ class Plan:
         start = 0
         for group in groups:
             for kind in (False, True):
-                own = [i for i in group if dense[i] == kind]
                 lane = []
-                for i in own:
-                    lane.append(Placed(names[i], shapes[i], len(lanes), start))
-                    start += lane[-1].numel
+                for i in group:
+                    if dense[i] == kind:
+                        lane.append(Placed(names[i], shapes[i], len(lanes), start))
+                        start += lane[-1].numel
                 if lane:
                     lanes.append(tuple(lane))
                     kinds.append(kind)
@@ -86,51 +86,51 @@ class Plan:
         return tuple(placed for lane in self.lanes for placed in lane)
 
     def stretch(self, lane: int) -> slice:
-        """Return where a lane lies in the flat gradient."""
+        """Return the range of a lane in the flat gradient."""
         last = self.lanes[lane][-1]
         return slice(self.lanes[lane][0].start, last.start + last.numel)
 
 
-def carried(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Tensor]:
-    """Return what this process, one worker, carries for one tensor: views, 1-D, by their names.
+def state_views(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Tensor]:
+    """Return the state of one tensor on this process, one worker: 1-D views by name.
 
-    The names are those of the memory's buffers; "owner" for the part of the tensor that lies in the
-    shard that this worker owns, if any does; "joint NAME" for a buffer that all workers keep alike.
+    The names are those of the memory's buffers; "owner" for the tensor's part of the residual of
+    the shard that this worker owns, if any; "joint NAME" for a buffer that is equal on all workers.
     """
     world, stretch = exchange.world, plan.stretch(placed.lane)
     start = placed.start - stretch.start
     stop = start + placed.numel
-    found = {}
+    views = {}
     for name, buffer in exchange.workers[0][placed.lane].items():
         if name == "owner":
             bounds, rank = shard_bounds(stretch.stop - stretch.start, world.size), world.ranks[0]
             first, last = max(start, bounds[rank]), min(stop, bounds[rank + 1])
             if first < last:
-                found[name] = buffer[first - bounds[rank] : last - bounds[rank]]
+                views[name] = buffer[first - bounds[rank] : last - bounds[rank]]
         else:
-            found[name] = buffer[start:stop]
+            views[name] = buffer[start:stop]
     for name in exchange.lanes[placed.lane].joint:
-        found[f"joint {name}"] = exchange.joint[placed.lane][name][start:stop]
-    return found
+        views[f"joint {name}"] = exchange.joint[placed.lane][name][start:stop]
+    return views
 
 
 @contextmanager
 def set_aside(exchange: Exchange, plan: Plan, idle: Sequence[Placed]) -> Iterator[None]:
-    """Take what is carried for some tensors of a lane away, and put it back after the exchange.
+    """Zero the state of some tensors of a lane, and restore it after the exchange.
 
-    For tensors without a gradient: zeros are offered, and DDP throws their mean away, so their
+    For tensors without a gradient: they contribute zeros, and DDP drops their mean, so their
     residuals must wait for the next gradient.
     """
-    before = []
+    copies = []
     for placed in idle:
-        views = carried(exchange, plan, placed)
-        before.append({name: view.clone() for name, view in views.items()})
+        views = state_views(exchange, plan, placed)
+        copies.append({name: view.clone() for name, view in views.items()})
         for view in views.values():
             view.zero_()
     yield
-    for placed, kept in zip(idle, before, strict=True):
-        for name, view in carried(exchange, plan, placed).items():
-            if name in kept:
-                view.copy_(kept[name])
-            else:  # an owner's residual that was made meanwhile
+    for placed, saved in zip(idle, copies, strict=True):
+        for name, view in state_views(exchange, plan, placed).items():
+            if name in saved:
+                view.copy_(saved[name])
+            else:  # an owner's residual that was created during the exchange
                 view.zero_()

@@ -13,13 +13,13 @@ from gcbench.core.exchange import checked_rate
 
 
 class Rates:
-    """Reads each parameter's learning rate from optimizers, or returns the one that was assigned.
+    """Reads each parameter's learning rate from optimizers, or returns the assigned one.
 
-    `assigned` is None until somebody sets a rate or loads a state with one.
+    `assigned` is None until a rate is set, or a state with a rate is loaded.
     """
 
     def __init__(self, optimizer: Any, scaler: Any) -> None:
-        """Take one optimizer, several in a list or tuple, or None; and a GradScaler or None."""
+        """`optimizer`: one, several in a list or tuple, or None; `scaler`: a GradScaler or None."""
         self.assigned: float | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.scaler: Any = None
@@ -28,53 +28,59 @@ class Rates:
         self.add(optimizer, scaler)
 
     def add(self, optimizer: Any, scaler: Any) -> None:
-        """Read from an optimizer and a scaler from now on; None leaves what there is.
+        """Read from an optimizer and a scaler from now on; None changes nothing.
 
         Raises:
-            UsageError: something else came, or another optimizer or scaler is read already.
+            UsageError: not an optimizer or scaler, or there already is one.
         """
-        for what, given, there in (
+        for what, new, current in (
             ("optimizer", optimizer, self.optimizers),
             ("scaler", scaler, self.scaler),
         ):
-            if given is not None and there:
-                raise UsageError(f"{what} came twice: give it to the hook or to register, once")
+            if new is not None and current:
+                raise UsageError(f"{what} came twice: pass it to the hook or to register, once")
         if optimizer is not None:
             several = isinstance(optimizer, list | tuple)
             self.optimizers = tuple(map(_plain, optimizer if several else [optimizer]))
             if not self.optimizers:
-                raise UsageError("optimizer=[]: at least one optimizer is expected, or None")
+                raise UsageError("optimizer=[]: expected at least one optimizer, or None")
         if scaler is not None:
             if not callable(getattr(scaler, "get_scale", None)):
                 raise UsageError(
-                    f"scaler={scaler!r}: a torch.amp.GradScaler is expected, or an object with "
+                    f"scaler={scaler!r}: expected a torch.amp.GradScaler, or an object with "
                     "get_scale()"
                 )
             self.scaler = scaler
 
+    @property
+    def source(self) -> str:
+        """What the rates and the loss scale are read from."""
+        source = "optimizer" if self.optimizers else "hook.lr"
+        return source + (" and scaler" if self.scaler is not None else "")
+
     def bind(self, parameters: Mapping[str, Tensor], stepped: Callable[[], None]) -> None:
-        """Find the rates of these parameters; call `stepped` before each step of an optimizer.
+        """Read the rates of these parameters; call `stepped` after each step of an optimizer.
 
         Raises:
-            UsageError: no optimizer has any of the parameters, or a group has no rate.
+            UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
         self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
         if not self.optimizers:
             return
         if not any(rate is not None for rate in self.of([*parameters])):
             raise UsageError(
-                "the optimizer has none of the model's parameters. Make it from "
-                "model.parameters() after the model is wrapped or sharded, and give that one"
+                "the optimizer has none of the model's parameters. Create it from "
+                "model.parameters() after the model is wrapped or sharded, and pass that one"
             )
         for optimizer in self.optimizers:
             handle = optimizer.register_step_post_hook(lambda *_: stepped())
             self._handles.append(handle)
 
     def of(self, names: Sequence[str]) -> list[float | None]:
-        """Return the rate of each parameter by name; None for one that no optimizer has.
+        """Return the rate of each parameter, by name; None for one that no optimizer has.
 
         Raises:
-            UsageError: a group has no rate, or one that is negative or not finite.
+            UsageError: a group lacks a rate, or has one that is negative or not finite.
         """
         if not self.optimizers:
             return [self.assigned] * len(names)
@@ -84,7 +90,7 @@ class Rates:
                 if "lr" not in group:
                     raise UsageError(
                         f"{type(optimizer).__name__} has a parameter group without 'lr'. Set "
-                        "hook.lr at each step in place of optimizer="
+                        "hook.lr at each step instead of optimizer="
                     )
                 rate = checked_rate(group["lr"])
                 rates |= {id(parameter): rate for parameter in group["params"]}
@@ -101,22 +107,22 @@ class Rates:
             return None
         scale = float(self.scaler.get_scale())
         if not 0 < scale < float("inf"):
-            raise UsageError(f"loss scale {scale!r}: a finite number above 0 is expected")
+            raise UsageError(f"loss scale {scale!r}: expected a finite number above 0")
         return scale
 
     def close(self) -> None:
-        """Call nothing any more at the optimizers' steps."""
+        """Stop observing the optimizers' steps."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return an optimizer, out of a framework's wrapper around it (`.optimizer`)."""
+    """Return an optimizer without the wrappers of a framework (`.optimizer`)."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"optimizer={optimizer!r:.80}: a torch.optim.Optimizer, or a list of them, is expected"
+            f"optimizer={optimizer!r:.80}: expected a torch.optim.Optimizer, or a list of them"
         )
     return optimizer

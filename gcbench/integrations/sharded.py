@@ -1,7 +1,7 @@
-"""What torch knows of an FSDP2 model: its modules, their process groups, what may be compressed.
+"""FSDP2's view of a model: its modules, their process groups, and whether they can be compressed.
 
-Torch offers a place for another reduce-scatter, `FSDPModule.set_custom_reduce_scatter`, but not the
-parameters behind it. They are read here, and nowhere else, from attributes that may change.
+Torch accepts a custom reduce-scatter (`FSDPModule.set_custom_reduce_scatter`), but does not expose
+the parameters behind it. Only this module reads them, from private attributes that may change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gcbench.integrations import handshake
 from gcbench.integrations.layout import Layout, Parameter
 
 TRIED = "2.11, 2.13 and 2.15"
-"""Versions of torch whose internals are known here."""
+"""Versions of torch whose internals this module was tested with."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""The types in which FSDP may reduce: the exchange works in float32, which holds both exactly."""
+"""Dtypes in which FSDP may reduce: the exchange works in float32, which represents both exactly."""
 
 
 @dataclass(frozen=True)
@@ -32,57 +32,57 @@ class Sharded:
     name: str
     module: Any
     """torch.distributed.fsdp.FSDPModule."""
-    known: Any
-    """torch's own record of the module's parameters, a private FSDPParamGroup."""
+    param_group: Any
+    """torch's record of the module's parameters, a private FSDPParamGroup."""
     parameters: tuple[Parameter, ...]
     """Those that require a gradient."""
     dtypes: tuple[torch.dtype, ...]
-    """In which FSDP would reduce the gradient of each."""
+    """The dtype in which FSDP would reduce each gradient."""
     group: dist.ProcessGroup
-    """The ranks of which each holds one shard."""
+    """The ranks that hold one shard each."""
     device: torch.device
     tensor_parallel: bool
     tensors: tuple[torch.Tensor, ...]
-    """The parameters themselves, as optimizers have them: this rank's shards."""
+    """The parameters as optimizers have them: this rank's shards."""
 
     def layout(self, dense_below: int) -> Layout:
-        """Return where the gradients lie. Parameters of fewer elements than that stay in fp32."""
+        """Return the layout of the gradients; parameters of fewer elements stay in fp32."""
         dense = tuple(parameter.numel < dense_below for parameter in self.parameters)
         return Layout(self.parameters, dense, self.group.size())
 
     def examine(self, replicas: dist.ProcessGroup | None) -> None:
         """Raise UsageError if the module's gradients cannot be compressed.
 
-        `replicas`: the ranks that hold the same shards, if there are any.
+        `replicas`: the ranks that hold the same shards, if any.
         """
-        if hasattr(self.known.mesh_info, "replicate_process_group"):
+        if hasattr(self.param_group.mesh_info, "replicate_process_group"):
             raise UsageError(
-                f"{self.name} is sharded over a mesh of two dimensions, where FSDP takes the mean "
-                'over replicas itself. Call fully_shard(..., mesh=mesh["shard"]) and '
+                f"{self.name} is sharded over a mesh of two dimensions, where FSDP itself averages "
+                'over replicas. Call fully_shard(..., mesh=mesh["shard"]) and '
                 'register(model, replicas=mesh["replicate"])'
             )
         if self.tensor_parallel:
             raise UsageError(
                 f"{self.name} is tensor parallel (its parameters were DTensors before "
-                "fully_shard), which was never tried. Shard the model by FSDP alone"
+                "fully_shard), which was never tested. Shard the model by FSDP alone"
             )
         if len(set(self.dtypes)) > 1 or self.dtypes[0] not in DTYPES:
-            found = ", ".join(sorted({str(dtype) for dtype in self.dtypes}))
-            raise UsageError(f"{self.name}: gradients would be reduced in {found}. {REDUCE}")
-        if not type(self.known._reduce_scatter_comm).__module__.startswith("torch."):
+            dtypes = ", ".join(sorted({str(dtype) for dtype in self.dtypes}))
+            raise UsageError(f"{self.name}: gradients would be reduced in {dtypes}. {REDUCE}")
+        if not type(self.param_group._reduce_scatter_comm).__module__.startswith("torch."):
             raise UsageError(
-                f"{self.name} has a reduce-scatter of its own already, and FSDP takes one. Call "
+                f"{self.name} already has a custom reduce-scatter, and FSDP allows one. Call "
                 "fully_shard on a new model to register another hook"
             )
-        factor = self.known.gradient_divide_factor
+        factor = self.param_group.gradient_divide_factor
         if factor is not None and factor != self.group.size():
             raise UsageError(
-                f"{self.name}: set_gradient_divide_factor({factor}) asks for a scaled sum, and "
-                "the exchange here takes the mean. Leave it out and scale the loss"
+                f"{self.name}: set_gradient_divide_factor({factor}) requests a scaled sum, and the "
+                "exchange computes the mean. Leave it out and scale the loss"
             )
-        if replicas is not None and self.known._all_reduce_hook is not None:
+        if replicas is not None and self.param_group._all_reduce_hook is not None:
             raise UsageError(
-                f"{self.name} has an all-reduce hook, and FSDP takes one. Leave it out, or leave "
+                f"{self.name} has an all-reduce hook, and FSDP allows one. Leave it out, or leave "
                 "out replicas"
             )
         for group in (self.group, *([] if replicas is None else [replicas])):
@@ -90,13 +90,13 @@ class Sharded:
 
 
 REDUCE = (
-    "All in float32 or all in bfloat16 can be compressed, and float16 overflows where sums are "
-    "taken: fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
+    "Allowed: float32 for all, or bfloat16 for all; sums in float16 overflow. Use "
+    "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
 )
 
 
 def takes_unused() -> bool:
-    """Return whether this torch can be told to send zeros for parameters without a gradient."""
+    """Return whether this torch can send zeros for parameters without a gradient."""
     from torch.distributed.fsdp import FSDPModule
 
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -106,7 +106,7 @@ def modules(model: nn.Module) -> list[Sharded]:
     """Return the modules of a model that have a reduce-scatter of their own.
 
     Raises:
-        UsageError: there is none, torch has no place for a hook, or its internals are others.
+        UsageError: there are none, torch accepts no hook, or its internals differ.
     """
     try:
         from torch.distributed.fsdp import FSDPModule
@@ -114,82 +114,85 @@ def modules(model: nn.Module) -> list[Sharded]:
         FSDPModule = None  # type: ignore[assignment, misc]
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise UsageError(
-            f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter. Tried here: "
-            f"torch {TRIED}"
+            f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter. Tested "
+            f"versions: {TRIED}"
         )
     prefixes = {id(module): prefix for prefix, module in model.named_modules()}
-    found: dict[int, Sharded] = {}
+    result: dict[int, Sharded] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, FSDPModule):
             name = prefix or "the root module"
             try:
                 state: Any = module._get_fsdp_state()
-                if id(state) not in found and (each := _read(name, module, state, prefixes)):
-                    found[id(state)] = each
+                if id(state) not in result and (each := _read(name, module, state, prefixes)):
+                    result[id(state)] = each
             except AttributeError as error:
                 raise UsageError(
-                    f"FSDP2 of torch {torch.__version__} does not hold parameters where they are "
-                    f"looked for ({error}). Tried here: torch {TRIED}"
+                    f"FSDP2 of torch {torch.__version__} has unexpected internals ({error}). "
+                    f"Tested versions: {TRIED}"
                 ) from error
-    if not found:
+    if not result:
         raise UsageError(
-            f"a {type(model).__name__} came, of which no module with parameters that require a "
-            "gradient went through torch.distributed.fsdp.fully_shard: call that first. For "
-            "DistributedDataParallel there is gcbench.comm_hook; FSDP1 has no place for a hook"
+            f"register received a {type(model).__name__} without a sharded module whose "
+            "parameters require a gradient: call torch.distributed.fsdp.fully_shard first. For "
+            "DistributedDataParallel use gcbench.comm_hook; FSDP1 does not support hooks"
         )
-    return [*found.values()]
+    return [*result.values()]
 
 
 def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sharded | None:
-    """Return what torch's private state says of one module; None if it has nothing to train.
+    """Return one module as torch's private state describes it; None without trainable parameters.
 
     Raises:
-        AttributeError: the state is not that of a torch that is known here.
-        UsageError: its parameters are not in one group of ranks, or in none.
+        AttributeError: the state has unexpected internals.
+        UsageError: its parameters are in several groups of ranks, or in none.
     """
     groups = _groups(state)
     if len(groups) > 1:
         raise UsageError(
-            f"{name} has parameters on several meshes, and torch takes a custom reduce-scatter "
-            "only of modules with one mesh. Call fully_shard on parts of it, each with one mesh"
+            f"{name} has parameters on several meshes, and torch accepts a custom reduce-scatter "
+            "only for modules with one mesh. Call fully_shard on parts of it, each with one mesh"
         )
     trained = [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
     if not trained:
         return None
-    known = groups[0]
-    if not hasattr(known.mesh_info, "shard_process_group"):
+    param_group = groups[0]
+    if not hasattr(param_group.mesh_info, "shard_process_group"):
         raise UsageError(
-            f"{name} is replicated and not sharded. Wrap the model in DistributedDataParallel and "
-            "take gcbench.comm_hook"
+            f"{name} is replicated, not sharded. Wrap the model in DistributedDataParallel and "
+            "use gcbench.comm_hook"
         )
-    group = known.mesh_info.shard_process_group
+    group = param_group.mesh_info.shard_process_group
     parameters, dtypes = [], []
     for each in trained:
         prefix = prefixes.get(id(each._module_info.module), "")
         full = ".".join(filter(None, [prefix, each._module_info.param_name]))
         dim = each.fsdp_placement.dim
         parameters.append(Parameter.of(full, each._orig_size, dim, group.size()))
-        holder = known if hasattr(known, "mp_policy") else each  # torch 2.15: by parameter
+        holder = (
+            param_group if hasattr(param_group, "mp_policy") else each
+        )  # torch 2.15: by parameter
         policy = holder.mp_policy
         dtypes.append(policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype)
     parallel = any(each.is_dtensor for each in trained)
     return Sharded(
-        *(name, module, known, tuple(parameters), tuple(dtypes), group, known.device, parallel),
+        *(name, module, param_group, tuple(parameters), tuple(dtypes), group),
+        *(param_group.device, parallel),
         tensors=tuple(each.sharded_param for each in trained),
     )
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return torch's records of a module's parameters, each in one group of ranks."""
+    """Return torch's records of a module's parameters, one per group of ranks."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return list(filter(None, [state._fsdp_param_group]))  # torch 2.11 has one at most
+    return list(filter(None, [state._fsdp_param_group]))  # torch 2.11 has at most one
 
 
 def gathering(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the modules whose parameters FSDP gathers by torch's own collective.
+    """Return the modules whose parameters FSDP gathers by torch's default collective.
 
-    Each with torch's private record of its parameters. Frozen modules are among them.
+    Each with torch's private record of its parameters. Frozen modules are included.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -216,12 +219,12 @@ def in_backward(model: nn.Module) -> bool:
     return False
 
 
-def group_of(given: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Return the process group of a mesh of one dimension, or what is one."""
-    if not isinstance(given, DeviceMesh):
-        return given
-    if given.ndim != 1:
+def group_of(replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group of a mesh of one dimension; any other value unchanged."""
+    if not isinstance(replicas, DeviceMesh):
+        return replicas
+    if replicas.ndim != 1:
         raise UsageError(
-            f'replicas is a mesh of {given.ndim} dimensions, and one is expected: mesh["replicate"]'
+            f'replicas is a mesh of {replicas.ndim} dimensions: expected one, mesh["replicate"]'
         )
-    return given.get_group()
+    return replicas.get_group()

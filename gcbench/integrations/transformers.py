@@ -15,40 +15,40 @@ from gcbench.integrations import accelerate, frameworks
 from gcbench.integrations.ddp import CommHook
 
 NAME = "gcbench"
-"""What the files of a checkpoint begin with."""
+"""Prefix of the files in a checkpoint."""
 
 
 class Compression(TrainerCallback):  # type: ignore[misc]
     """Compress the gradients of a Trainer that runs as several processes.
 
     `Trainer(..., callbacks=[Compression("int8")])`, started by torchrun or `accelerate launch`. The
-    callback registers a `gcbench.comm_hook` on the model that the Trainer wraps in DDP, has it
-    follow the optimizer's learning rates, and adds `gcbench/sent_bytes`, `gcbench/fp32_bytes`,
-    `gcbench/bits_per_element` and the comparisons of `check_every` to what the Trainer logs: every
-    `logging_steps` and at each check, the values of rank 0.
+    callback registers a `gcbench.comm_hook` on the model that the Trainer wraps in DDP; the hook
+    follows the optimizer's learning rates. The Trainer's logs also contain rank 0's
+    `gcbench/sent_bytes`, `gcbench/fp32_bytes`, `gcbench/bits_per_element` and the comparisons of
+    `check_every`, every `logging_steps` and at each check.
 
-    Each rank writes its state into the checkpoint's folder, as `gcbench_rank0.pt` and so on, unless
-    `save_only_model` is set or hyperparameters are searched. `train(resume_from_checkpoint=...)`
-    with as many ranks ends in the bits of an uninterrupted job.
+    Each rank writes its state to the checkpoint's folder, as `gcbench_rank0.pt` and so on, unless
+    `save_only_model` is set or a hyperparameter search runs. `train(resume_from_checkpoint=...)`
+    with the same number of ranks ends in the same bits as an uninterrupted job.
 
     Args:
         compressor: a registered name, a file (./mine.py), or a compressor.
-        options: those of `gcbench.comm_hook`, without `optimizer` and `scaler`.
+        options: arguments of `gcbench.comm_hook` except `optimizer` and `scaler`.
 
     Raises:
-        gcbench.core.errors.UsageError: a wrong option, here; in `train` a model that is not
-            exchanged by DistributedDataParallel, on every rank.
+        gcbench.core.errors.UsageError: here, an invalid option; in `train`, on every rank, a model
+            that is not wrapped by DistributedDataParallel.
     """
 
     def __init__(self, compressor: str | Compressor, **options: Any) -> None:
-        frameworks.make(compressor, options).close()  # refuses what is wrong here, not in `train`
+        frameworks.make(compressor, options).close()  # refuse invalid options here, not in `train`
         self._compressor, self._options = compressor, options
         self._hook: CommHook | None = None
         self._model: DistributedDataParallel | None = None
 
     @property
     def hook(self) -> CommHook:
-        """The hook of the `train` that runs, or of the last one.
+        """The hook of the current or last `train`.
 
         Raises:
             gcbench.core.errors.UsageError: `train` has not registered one yet.
@@ -62,7 +62,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Register the hook on the model that the Trainer has wrapped, and load its state."""
+        """Register the hook on the model that the Trainer wrapped, and load its state."""
         trainer, checkpoint = _calling_trainer()
         model = accelerate.checked(trainer.accelerator, trainer.model_wrapped)
         state_dict = None if checkpoint is None else frameworks.load(checkpoint, NAME)
@@ -71,15 +71,17 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         if self._hook is None or self._model is not model:
             if self._hook is not None:
                 self._hook.close()
-            words = self._compressor, self._options, trainer.optimizer, trainer.accelerator.scaler
-            self._hook = frameworks.make(*words)
+            self._hook = frameworks.make(
+                *(self._compressor, self._options),
+                *(trainer.optimizer, trainer.accelerator.scaler),
+            )
             self._hook.load_state_dict(state_dict or {})
             self._hook.register(model)
             self._model = model
-        elif state_dict is not None:  # a second `train` uses the model of the first
+        elif state_dict is not None:  # a second `train` of the same model
             self._hook.load_state_dict(state_dict)
         self._metrics = frameworks.Metrics(self._hook)
-        # Reporters log in their turn, which comes before that of the user's callbacks.
+        # Reporters log before the user's callbacks run, so this callback moves to the front.
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)
@@ -87,7 +89,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Have the Trainer log at each step that was checked."""
+        """Let the Trainer log at each checked step."""
         if self._metrics.checked:
             control.should_log = True
 
@@ -99,7 +101,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add bytes and comparisons to what reporters are about to log during training."""
+        """Add bytes and comparisons to the logs of training steps."""
         if logs is not None and "loss" in logs:
             values = self._metrics()
             logs.update(values)
@@ -108,7 +110,7 @@ class Compression(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write this rank's state into the checkpoint that the Trainer has just written."""
+        """Write this rank's state to the checkpoint that the Trainer has just written."""
         if not (args.save_only_model or state.is_hyper_param_search):
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             frameworks.save(self.hook, folder, NAME)
@@ -117,8 +119,8 @@ class Compression(TrainerCallback):  # type: ignore[misc]
 def _calling_trainer() -> tuple[Trainer, str | None]:
     """Return the Trainer that called the callback, and the checkpoint that it resumes from.
 
-    A Trainer does not hand itself to its callbacks, nor the model in DDP, nor the checkpoint's
-    folder: they are read from the calling method, `_inner_training_loop`.
+    A Trainer does not pass itself, the DDP model or the checkpoint's folder to its callbacks, so
+    they are read from the calling method, `_inner_training_loop`.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,10 +1,10 @@
-"""Hooks that were made and never registered: a DDP model must not train as if there were none.
+"""Refuses to train a DDP model uncompressed while a hook exists that was never registered.
 
-A framework that takes a hook as an argument may drop it without a word. Lightning's
+A framework that accepts a hook as an argument may drop it silently. Lightning's
 `DDPStrategy(ddp_comm_hook=...)` does so on the CPU, and Accelerate's
-`DistributedDataParallelKwargs(comm_hook=...)` with every object that is not one of its names. So
+`DistributedDataParallelKwargs(comm_hook=...)` for every object that is not one of its names. So
 while such a hook exists, each DDP model without a communication hook raises at its first forward in
-training. Nothing is watched once the hook is registered, closed or deleted.
+training. The watch ends when the hook is registered, closed or deleted.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from torch.utils.hooks import RemovableHandle
 from gcbench.core.errors import UsageError
 
 PACKAGE = Path(__file__).parents[1]
-_made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Hook -> the file and line where the user made it."""
+_waiting: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Hook -> the file and line where the user created it."""
 _handle: RemovableHandle | None = None
 
 
 def expect(hook: object) -> None:
     """Watch DDP models until `settle(hook)` is called or the hook is deleted."""
     global _handle
-    _made[hook] = _caller()
+    _waiting[hook] = _caller()
     if _handle is None:
         _handle = register_module_forward_pre_hook(_before_forward)
 
 
 def settle(hook: object) -> None:
-    """Stop watching for this hook: it is registered or closed, or an error says why not."""
-    _made.pop(hook, None)
+    """Stop the watch for this hook: it is registered, refused or closed."""
+    _waiting.pop(hook, None)
     _unwatch()
 
 
 def _unwatch() -> None:
-    """Remove the watch if no hook is waiting: it costs each module of the process a call."""
+    """Remove the watch if no hook is waiting: it costs a call per module and forward pass."""
     global _handle
-    if _handle is not None and not _made:
+    if _handle is not None and not _waiting:
         _handle.remove()
         _handle = None
 
 
 def _before_forward(module: nn.Module, inputs: Any) -> None:
-    """Raise UsageError where a DDP model begins to train without the hook that was made."""
+    """Raise UsageError if a DDP model is about to train without a waiting hook."""
     if not isinstance(module, DistributedDataParallel):
         return
     _unwatch()
-    places = sorted(set(_made.values()))
+    places = sorted(set(_waiting.values()))
     # Lightning leaves the wrapper itself in evaluation mode after its sanity check.
     trains = module.module.training and torch.is_grad_enabled()
     if places and trains and not module._comm_hooks:
         raise UsageError(
-            f"the hook made at {', '.join(places)} is not registered, and this model would train "
-            "without compression. Call hook.register(model) on the DistributedDataParallel model; "
-            "in Lightning, Accelerate and Transformers use gcbench.integrations.lightning, "
-            ".accelerate and .transformers, which do. If another model gets the hook later, make "
-            "it there; hook.close() gives it up"
+            f"the hook created at {', '.join(places)} is not registered, and this model would "
+            "train without compression. Call hook.register(model) on the DistributedDataParallel "
+            "model; in Lightning, Accelerate and Transformers use gcbench.integrations.lightning, "
+            ".accelerate and .transformers, which do. If the hook is for another model, create it "
+            "just before register; hook.close() discards it"
         )
 
 
 def _caller() -> str:
-    """Return the file and line outside this package that led here."""
+    """Return the file and line outside this package that called into it."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and PACKAGE in Path(frame.f_code.co_filename).parents:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Residuals that are far larger than the gradients which they are added to."""
+"""Warns about residuals that are far larger than the gradients that they are added to."""
 
 from __future__ import annotations
 
@@ -6,33 +6,32 @@ import warnings
 from collections.abc import Mapping
 
 LARGE = 10.0
-"""A residual is large if its norm is more than this many times its gradient's."""
+"""A residual is large if its norm exceeds this multiple of its gradient's."""
 EVERY = 10
-"""Steps between two looks at the residuals, besides those at which a rate fell."""
+"""Steps between checks of the residuals; they are also checked when a rate fell."""
 FELL = 1.5
-"""A rate, or the loss scale, fell if it was this many times as high at the look before."""
+"""A rate, or the loss scale, fell if it was this many times as high at the last check."""
 GROWN = 2.0
-"""Where the rate fell, a large residual is warned about if it grew by more than this factor."""
+"""After the rate fell, a large residual triggers a warning if it grew by more than this factor."""
 
 
 class Watch:
     """Warns once about a residual that grew large because of a change of the rate or the gradient.
 
-    Top-k with 1 % of the elements keeps residuals of 10 to 20 times the gradient in a healthy job,
-    so each is compared with the largest multiple that it had before at a steady rate. It is warned
-    about if it is above `LARGE`, and above `GROWN` times that after the rate fell, or `LARGE` times
-    that at a steady rate.
+    Top-k with 1 % of the elements has residuals of 10 to 20 times the gradient in a healthy job. So
+    the limit is relative to the largest earlier multiple of the parameter at a steady rate: `LARGE`
+    times that, or `GROWN` times after the rate fell, and at least `LARGE`.
     """
 
     def __init__(self) -> None:
         self.warned = False
         self._rates: dict[str, float] = {}
-        """Each parameter's rate at the last look."""
+        """Each parameter's rate at the last check."""
         self._calm: dict[str, float] = {}
-        """The largest multiple of each parameter at a steady rate."""
+        """Each parameter's largest multiple at a steady rate."""
 
     def due(self, step: int, rates: Mapping[str, float | None], scale: float | None) -> bool:
-        """Return whether residuals are to be looked at in this step; `rates`: by parameter."""
+        """Return whether to check residuals in this step; `rates`: by parameter."""
         if self.warned:
             return False
         self._now = {
@@ -45,7 +44,7 @@ class Watch:
         return 0 < now < self._rates.get(name, 0.0) / FELL
 
     def look(self, name: str, residual: float, gradient: float) -> None:
-        """Warn if a residual of this norm is too large beside the gradient's norm."""
+        """Warn if a residual of this norm is too large for the gradient's norm."""
         calm, fell = max(1.0, self._calm.get(name, 1.0)), self._fell(name)
         self._rates[name] = self._now[name] or self._rates.get(name, 0.0)
         if self.warned or not (residual and gradient):
@@ -57,9 +56,9 @@ class Watch:
                 f"the residual of {name} has a norm of {residual:.3g}, {times:.0f} times the "
                 f"{gradient:.3g} of its gradient; before it was at most {calm:.1f} times as large. "
                 "Did the learning rate fall by much, is hook.lr set to another rate than the "
-                "optimizer's, or does a GradScaler change the loss scale? Give optimizer= and "
-                "scaler= in place of hook.lr. If the rate falls to 0 by design, let it end above "
-                'one tenth of its peak, or forget residuals: memory_options={"decay": 0.9}',
+                "optimizer's, or does a GradScaler change the loss scale? Pass optimizer= and "
+                "scaler= instead of hook.lr. If the rate falls to 0 by design, let it end above "
+                'one tenth of its peak, or let residuals decay: memory_options={"decay": 0.9}',
                 stacklevel=2,
             )
         if not fell:

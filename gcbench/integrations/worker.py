@@ -1,4 +1,4 @@
-"""One thread that does what it is handed, first in, first out."""
+"""One thread that runs submitted calls, first in, first out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Job = tuple[Callable[[], Any], Future[Any]]
 class Worker:
     """A daemon thread, so that a process whose collective hangs can still end.
 
-    The thread ends with `close`, or when nothing refers to this object any more.
+    The thread ends after `close`, or when this object is garbage-collected.
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread. Its operations use as many threads as those of the one that calls."""
+        """Start the thread. Its operations use as many threads as those of the caller."""
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        words = self._queue, torch.get_num_threads()
-        self._thread = threading.Thread(target=_work, args=words, name=name, daemon=True)
+        arguments = self._queue, torch.get_num_threads()
+        self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
         self._thread.start()
         weakref.finalize(self, self._queue.put, None)
 
@@ -36,15 +36,15 @@ class Worker:
         return threading.current_thread() is self._thread
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have `call` done after all calls that were submitted before; return its future."""
+        """Run `call` after all calls submitted before; return its future."""
         future: Future[T] = Future()
         self._queue.put((call, future))
         return future
 
     def close(self, seconds: float) -> None:
-        """End the thread after all calls that were submitted; wait at most this many seconds.
+        """End the thread after all submitted calls; wait at most this many seconds.
 
-        Without that it may still run when the interpreter ends, which aborts the process.
+        A thread that still runs when the interpreter ends aborts the process.
         """
         self._queue.put(None)
         self._thread.join(seconds)
@@ -58,4 +58,4 @@ def _work(queue: SimpleQueue[Job | None], threads: int) -> None:
             future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
-        del job, call, future  # what they hold is free while the thread waits
+        del job, call, future  # so that their objects are freed while the thread waits

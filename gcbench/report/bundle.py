@@ -88,7 +88,7 @@ def _json(value: Any) -> bytes:
 def _row(run: Run) -> dict[str, Any]:
     """Return the row of a run with the keys that its summary has."""
     every = run.summary.model_dump()
-    summary = {key: every[key] for key in every if key in run.summary.given}
+    summary = {key: every[key] for key in every if key in run.summary.present}
     return rowfiles.row(summary, run.evaluations(), run.suite)
 
 

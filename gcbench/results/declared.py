@@ -63,9 +63,9 @@ def _computed(name: str, options: str) -> Declared | None:
     from gcbench.core import registry
 
     try:
-        given = {key: schedule.normalize(key, value) for key, value in json.loads(options).items()}
-        last = max(schedule.starts(given))
-        method = registry.compressor(name, **schedule.at(given, last))
+        fields = {key: schedule.normalize(key, value) for key, value in json.loads(options).items()}
+        last = max(schedule.starts(fields))
+        method = registry.compressor(name, **schedule.at(fields, last))
     except (GcbenchError, TypeError, AttributeError):
         return None
     return Declared(method.memory, dict(method.memory_options), dict(method.recipe))
@@ -105,7 +105,7 @@ def _literals(name: str) -> Mapping[str, Any] | None:
     tree = ast.parse(Path(spec.origin).read_text())
     if any(_is_of_a_method(node) for node in tree.body):
         return None
-    found: dict[str, Any] = {}
+    literals: dict[str, Any] = {}
     for node in (node for cls in tree.body if isinstance(cls, ast.ClassDef) for node in cls.body):
         if isinstance(node, ast.FunctionDef) and node.name in ATTRIBUTES:
             return None
@@ -115,13 +115,13 @@ def _literals(name: str) -> Mapping[str, Any] | None:
         if isinstance(target, ast.Name) and target.id in ATTRIBUTES:
             value = getattr(node, "value", None)
             if isinstance(value, ast.Name):  # a class in this file, which has the method's name
-                found[target.id] = name
+                literals[target.id] = name
                 continue
             try:
-                found[target.id] = ast.literal_eval(value) if value else None
+                literals[target.id] = ast.literal_eval(value) if value else None
             except ValueError:
                 return None
-    return found
+    return literals
 
 
 def _is_of_a_method(node: ast.stmt) -> bool:

@@ -33,7 +33,7 @@ _OUTCOME = (
     *("payload_bytes_up", "payload_bytes_down", "wire_bytes"),
 )
 _RESOLVED = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
-"""Settings of which a run records what was resolved, in place of what was asked."""
+"""Settings whose resolved value the run records, in place of the requested one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Configuration:
     config: dict[str, Any]
     """The recorded config without the seed; a setting that is missing has its default."""
     method: str
-    """What tells the configuration from others: a digest of all settings and sources."""
+    """The configuration's identity: a digest of all settings and sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Run:
     """The run's folder, or the .json or .parquet file that holds the summary."""
     configuration: Configuration
     curve: str | Sequence[Mapping[str, Any]] | None = None
-    """The evaluations, where the row of a file brought them; as JSON text until they are used."""
+    """The evaluations of a row of a file, as JSON text until they are used."""
     number: int = 0
     """The row's number in `source`, from 1; 0 for a run's folder."""
     suite: str = ""
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The stored config, with what the run resolved in place of what was asked."""
+        """The stored config, with resolved values in place of the requested ones."""
         return recorded(self.summary)
 
     @property
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def method(self) -> str:
-        """What tells this run from others except its seed."""
+        """The identity of the run's configuration, without the seed."""
         return self.configuration.method
 
     @property
@@ -83,17 +83,17 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """What the run ended with, and what it sent; times and the machine are left out."""
+        """The run's final metrics and bytes, without times and the machine."""
         return canonical([getattr(self.summary, name) for name in _OUTCOME])
 
     @property
     def is_trial(self) -> bool:
-        """Whether the run only helped to choose a setting: it never saw the test split."""
+        """Whether the run only served to choose a setting and never saw the test split."""
         return not self.summary.config.get("test", True)
 
     @property
     def judged_by(self) -> str:
-        """The split that the evaluations are of: "validation" where examples were held out."""
+        """The split that was evaluated: "validation" if examples were held out."""
         return "validation" if self.summary.config.get("holdout") else "test"
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ class Run:
 
 
 def recorded(summary: Summary) -> dict[str, Any]:
-    """Return the stored config, with what the run resolved in place of what was asked."""
+    """Return the stored config, with resolved values in place of the requested ones."""
     resolved = {key: getattr(summary, key) for key in _RESOLVED}
     return {"seed": summary.seed, **summary.config, **resolved}
 
@@ -144,8 +144,8 @@ def recorded(summary: Summary) -> dict[str, Any]:
 def sources(summary: Summary) -> dict[str, str]:
     """Return the digests of the code of third parties' plug-ins, by kind."""
     plugins = summary.provenance.get("plugins") or {}
-    named = {kind: own for kind, own in plugins.items() if isinstance(own, Mapping)}
-    return {kind: str(own.get("sha256")) for kind, own in named.items()}
+    named = {kind: plugin for kind, plugin in plugins.items() if isinstance(plugin, Mapping)}
+    return {kind: str(plugin.get("sha256")) for kind, plugin in named.items()}
 
 
 class Configurations:
@@ -164,16 +164,16 @@ class Configurations:
         plugins = canonical(summary.provenance.get("plugins") or "")
         named = (summary.compressor_name, summary.compressor, plugins)
         parts = (id(summary.config), *resolved, *named)
-        known = self.by_parts.get(parts)
-        if known is None:
+        configuration = self.by_parts.get(parts)
+        if configuration is None:
             config = {k: v for k, v in (DEFAULTS | recorded(summary)).items() if k != "seed"}
             plain = {key: value for key, value in config.items() if key != "options"}
-            told = canonical([*named[:2], plain, schedules(summary), sources(summary)])
-            method = hashlib.sha256(told.encode()).hexdigest()[:32]
-            known = self.by_method.setdefault(method, Configuration(config, method))
+            identity = canonical([*named[:2], plain, schedules(summary), sources(summary)])
+            method = hashlib.sha256(identity.encode()).hexdigest()[:32]
+            configuration = self.by_method.setdefault(method, Configuration(config, method))
             if "seed" not in summary.config:  # shared, and so kept alive by its other runs
-                self.by_parts[parts] = known
-        return known
+                self.by_parts[parts] = configuration
+        return configuration
 
 
 def schedules(summary: Summary) -> dict[str, str]:
@@ -200,7 +200,7 @@ def fields(summary: Summary) -> dict[str, Any]:
 
 
 def _parse(
-    data: Any, source: Path, known: Configurations, number: int = 0, *, plain: bool = False
+    data: Any, source: Path, configurations: Configurations, number: int = 0, *, plain: bool = False
 ) -> Run:
     """Return the run of one summary; `number` is that of its row in a file, 0 for a run's folder.
 
@@ -239,7 +239,7 @@ def _parse(
     for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
         if wrong := sanitize.wrong_type(kind, data.get(kind) or {}, types):
             raise GcbenchError(f"{where}: {wrong}; {remedy} (`gcbench help reading-results`)")
-    return Run(summary, source, known.of(summary), number=number)
+    return Run(summary, source, configurations.of(summary), number=number)
 
 
 def _read_json(path: Path) -> Any:
@@ -255,19 +255,19 @@ Faults = list[GcbenchError]
 """What is wrong with single rows, which are left out."""
 
 
-def _read_folder(place: Path, known: Configurations) -> Run:
+def _read_folder(place: Path, configurations: Configurations) -> Run:
     """Return the finished run in a folder.
 
     Raises:
         GcbenchError: a file of the run does not match its digest; or see `_parse`.
     """
-    found = _read_json(place / "summary.json")
-    run = _parse(found, place, known)
-    files.check_run(place, found)
+    data = _read_json(place / "summary.json")
+    run = _parse(data, place, configurations)
+    files.check_run(place, data)
     return run
 
 
-def _read_list(path: Path, known: Configurations, faults: Faults) -> Iterator[Run]:
+def _read_list(path: Path, configurations: Configurations, faults: Faults) -> Iterator[Run]:
     """Yield the runs of a JSON file; rows that are wrong are left out, their errors in `faults`."""
     data = _read_json(path)
     items = data if isinstance(data, list) else [data]
@@ -275,21 +275,21 @@ def _read_list(path: Path, known: Configurations, faults: Faults) -> Iterator[Ru
         raise UsageError(f"{path} is an empty list; a summary or a list of summaries is expected")
     for number, item in enumerate(items, 1):
         try:
-            yield _parse(item, path, known, number)
+            yield _parse(item, path, configurations, number)
         except UsageError:
             raise
         except GcbenchError as error:
             faults.append(error)
 
 
-def _read_rows(path: Path, known: Configurations, faults: Faults) -> Iterator[Run]:
+def _read_rows(path: Path, configurations: Configurations, faults: Faults) -> Iterator[Run]:
     """Yield the runs of a Parquet file; rows that are wrong are left out, as in `_read_list`."""
     number = 0
     before = len(faults)
     for number, one, plain in rowfiles.shared(path, faults):
         curve, suite = one.pop("evaluations", []), one.pop("suite", "")
         try:
-            run = _parse(one, path, known, number, plain=plain)
+            run = _parse(one, path, configurations, number, plain=plain)
         except GcbenchError as error:
             faults.append(error)
             continue
@@ -306,15 +306,15 @@ def _read_rows(path: Path, known: Configurations, faults: Faults) -> Iterator[Ru
 
 def row_files(folder: Path) -> list[Path]:
     """Return the files of rows in a folder at any depth, outside of the folders of runs."""
-    found: list[Path] = []
+    places: list[Path] = []
     for place, below, names in os.walk(folder):
         below.sort()
         if "summary.json" in names or any(name in names for name in RUN_FILES):
             below.clear()
             continue
         parquets = [Path(place) / name for name in sorted(names) if name.endswith(".parquet")]
-        found += filter(rowfiles.holds, parquets)
-    return found
+        places += filter(rowfiles.holds, parquets)
+    return places
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
@@ -337,12 +337,12 @@ def without_trials(runs: Sequence[Run]) -> list[Run]:
     Raises:
         UsageError: none did.
     """
-    kept = [run for run in runs if not run.is_trial]
-    if trials := len(runs) - len(kept):
+    finished = [run for run in runs if not run.is_trial]
+    if trials := len(runs) - len(finished):
         warn(f"{trials} trial{'s' * (trials > 1)} of learning rates left out; --trials shows them")
-    if not kept:
+    if not finished:
         raise UsageError("only trials of learning rates here; --trials shows them")
-    return kept
+    return finished
 
 
 def _places(folder: Path) -> list[Path]:
@@ -356,15 +356,15 @@ def _places(folder: Path) -> list[Path]:
         raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
     if folder.is_file():
         if folder.suffix not in (".json", ".parquet"):
-            raise UsageError(f"{folder} is no folder, and no .json or .parquet file of rows")
+            raise UsageError(f"{folder} is neither a folder nor a .json or .parquet file of rows")
         return [folder]
-    found = [*row_files(folder), *run_folders(folder)]
-    if not found:
+    places = [*row_files(folder), *run_folders(folder)]
+    if not places:
         raise UsageError(
             f"no run in {folder} (a run's folder holds config.json and, once finished, "
             "summary.json); name another folder, or make a run with `gcbench run`"
         )
-    return found
+    return places
 
 
 def load(
@@ -391,7 +391,7 @@ def load(
     """
     if not folders:
         raise UsageError("no folder was named; name runs or a results folder, e.g. results/runs")
-    found: list[Run] = []
+    result: list[Run] = []
     configurations = Configurations()
     wrong: Faults = []
     unfinished: dict[Path, None] = {}
@@ -402,11 +402,11 @@ def load(
             shown.step(number, f"reading {place.name}")
             try:
                 if place.suffix == ".parquet" and not place.is_dir():
-                    found += _read_rows(place, configurations, wrong)
+                    result += _read_rows(place, configurations, wrong)
                 elif not place.is_dir():
-                    found += _read_list(place, configurations, wrong)
+                    result += _read_list(place, configurations, wrong)
                 elif (place / "summary.json").exists():
-                    found.append(_read_folder(place, configurations))
+                    result.append(_read_folder(place, configurations))
                 else:
                     unfinished[place.resolve()] = None
             except UsageError:
@@ -418,44 +418,44 @@ def load(
         shown.step(len(places))
     finally:
         shown.close()
-    if wrong and not found:
+    if wrong and not result:
         raise wrong[0]
     if faults is not None:
         faults += wrong
     if unfinished:
         names = ", ".join(sorted(run.name for run in unfinished))
         count = f"{len(unfinished)} unfinished run{'s' * (len(unfinished) > 1)}"
-        if not found:
+        if not result:
             raise GcbenchError(
                 f"{count} and no finished one: {names}; repeat the command to resume"
             )
         warn(f"{count} left out: {names}; repeat the command to resume")
     if repeated:
-        return found
-    kept: dict[tuple[str, int], Run] = {}
-    for candidate in found:
+        return result
+    unique: dict[tuple[str, int], Run] = {}
+    for candidate in result:
         key = (candidate.method, candidate.summary.seed)
-        other = kept.setdefault(key, candidate)
+        other = unique.setdefault(key, candidate)
         if other is not candidate and other.outcome != candidate.outcome:
             warn(
                 f"same config and seed, other results: {candidate.source} left out, "
                 f"{other.source} kept"
             )
-    _warn_of_sources(list(kept.values()))
-    return list(kept.values())
+    _warn_of_sources(list(unique.values()))
+    return list(unique.values())
 
 
 def _warn_of_sources(runs: Sequence[Run]) -> None:
-    """Tell of configurations whose runs were made by different files of a built-in compressor."""
+    """Warn about configurations whose runs used different versions of a built-in compressor."""
     digests: dict[str, dict[str, Run]] = {}
     for run in runs:
         if digest := run.summary.provenance.get("source"):
             digests.setdefault(run.method, {}).setdefault(digest, run)
-    for made in digests.values():
-        if len(made) > 1:
-            name = next(iter(made.values())).summary.compressor_name
-            told = ", ".join(f"{run.source} by {digest}" for digest, run in made.items())
-            warn(f"runs of {name} by different versions of {name}.py are in one row: {told}")
+    for versions in digests.values():
+        if len(versions) > 1:
+            name = next(iter(versions.values())).summary.compressor_name
+            listed = ", ".join(f"{run.source} by {digest}" for digest, run in versions.items())
+            warn(f"runs of {name} by different versions of {name}.py are in one row: {listed}")
 
 
 def frame(runs: Sequence[Run]) -> DataFrame:

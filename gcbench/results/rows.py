@@ -50,8 +50,10 @@ def row(
         {k: v for k, v in record.items() if v is not None or _not_finite(record, k)}
         for record in evaluations
     ]
-    own = {key: value for key, value in summary.items() if key not in (files.DIGEST, files.FILES)}
-    return {**own, "suite": suite, "evaluations": curve}
+    fields = {
+        key: value for key, value in summary.items() if key not in (files.DIGEST, files.FILES)
+    }
+    return {**fields, "suite": suite, "evaluations": curve}
 
 
 def _not_finite(record: Mapping[str, Any], key: str) -> bool:
@@ -75,8 +77,8 @@ def holds(path: Path) -> bool:
 
 def _mark(metadata: Any) -> str | None:
     """Return what stands under `MARK`; None if that is not the mark of a file of rows."""
-    found = ((metadata.metadata or {}).get(MARK.encode()) or b"").decode(errors="replace")
-    return found if found == PLAIN or found.startswith(SEALED) else None
+    mark = ((metadata.metadata or {}).get(MARK.encode()) or b"").decode(errors="replace")
+    return mark if mark == PLAIN or mark.startswith(SEALED) else None
 
 
 def _opened(path: Path) -> Any:
@@ -126,16 +128,16 @@ class _Decoder:
         seedless = text
         if column == "config" and self.share_seeds and text.count('"seed":') == 1:
             seedless = _SEED.sub("", text, count=1)
-        found = self.seen.get((column, seedless), self)
-        if found is self:
-            found = self._decode(text)
+        value = self.seen.get((column, seedless), self)
+        if value is self:
+            value = self._decode(text)
             if seedless != text:
-                if not isinstance(found, dict) or type(found.get("seed")) is not int:
-                    return found  # that seed is a field of something else
-                found = {key: value for key, value in found.items() if key != "seed"}
+                if not isinstance(value, dict) or type(value.get("seed")) is not int:
+                    return value  # that seed is a field of something else
+                value = {key: value for key, value in value.items() if key != "seed"}
             if len(self.seen) < _MOST_SEEN:
-                self.seen[column, seedless] = found
-        return found
+                self.seen[column, seedless] = value
+        return value
 
     def _decode(self, text: str) -> Any:
         return json.loads(text, object_pairs_hook=self._interned)
@@ -185,7 +187,7 @@ def _each(
         columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
         for i in range(batch.num_rows):
             number += 1
-            found: StoredRun = {}
+            record: StoredRun = {}
             fault, plain = None, True
             for name, values in columns:
                 value = values[i]
@@ -202,8 +204,8 @@ def _each(
                             f"{_brief(value)} ({error})"
                         )
                         break
-                found[name] = value
-            nulls = found.pop(_NULLS, [])
+                record[name] = value
+            nulls = record.pop(_NULLS, [])
             if fault is None and not _are_names(nulls):
                 fault = GcbenchError(
                     f"{path}, row {number}, column `{_NULLS}`: a JSON list of names expected, not "
@@ -212,7 +214,7 @@ def _each(
             if fault is not None:
                 faults.append(fault)
                 continue
-            yield number, {**dict.fromkeys(nulls), **found} if nulls else found, plain
+            yield number, {**dict.fromkeys(nulls), **record} if nulls else record, plain
 
 
 def _batches(path: Path, file: Any) -> Iterator[Any]:
@@ -257,10 +259,10 @@ def read(path: Path) -> list[StoredRun]:
             of it cannot be decoded.
     """
     faults: list[GcbenchError] = []
-    found = [row for _, row in each(path, faults)]
+    records = [row for _, row in each(path, faults)]
     if faults:
         raise faults[0]
-    return found
+    return records
 
 
 def write(path: Path, rows: Sequence[StoredRun]) -> None:
@@ -274,7 +276,10 @@ def write(path: Path, rows: Sequence[StoredRun]) -> None:
 
     fields, arrays = [], []
     nulls = [[key for key, value in one.items() if value is None] for one in rows]
-    rows = [{**one, _NULLS: own} if own else one for one, own in zip(rows, nulls, strict=True)]
+    rows = [
+        {**one, _NULLS: missing} if missing else one
+        for one, missing in zip(rows, nulls, strict=True)
+    ]
     for key in dict.fromkeys(key for one in rows for key in one):
         values = [one.get(key) for one in rows]
         if _fits_a_column(values):
@@ -319,14 +324,14 @@ def relabel(path: Path, suite: str, belongs: Callable[[StoredRun], bool]) -> int
     if not path.exists():
         return 0
     with _locked(path):
-        found, count = read(path), 0
-        for one in found:
+        records, count = read(path), 0
+        for one in records:
             label = str(one.get("suite") or "")
             if label != suite and label.partition("/")[0] == name and belongs(one):
                 one["suite"] = suite
                 count += 1
         if count:
-            write(path, found)
+            write(path, records)
     return count
 
 
@@ -352,5 +357,5 @@ def add(path: Path, new: StoredRun) -> None:
         GcbenchError: the file cannot be read or written.
     """
     with _locked(path):
-        kept = [one for one in read(path) if one.get("config_hash") != new.get("config_hash")]
-        write(path, [*kept, new])
+        others = [one for one in read(path) if one.get("config_hash") != new.get("config_hash")]
+        write(path, [*others, new])

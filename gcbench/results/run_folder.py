@@ -57,10 +57,10 @@ class RunFolder:
         """
         if not (self.folder / "summary.json").exists():
             return None
-        found = self._object("summary.json")
-        if files.DIGEST in found or found.get("schema") == SCHEMA:  # others are made again
-            files.check_run(self.folder, found)
-        return found
+        data = self._object("summary.json")
+        if files.DIGEST in data or data.get("schema") == SCHEMA:  # others are made again
+            files.check_run(self.folder, data)
+        return data
 
     def create(self) -> None:
         """Make the folder, if it does not exist.
@@ -148,20 +148,20 @@ class RunFolder:
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return []
-        found = []
+        records = []
         with open_own(path, "rb") as file:
             text = file.read().decode(errors="replace")
         for line in text.splitlines():
             try:
-                found.append(json.loads(line))
+                records.append(json.loads(line))
             except ValueError:
                 break
-        return found
+        return records
 
     def rewind(self, step: int) -> None:
         """Delete the records after `step`, from which the run is resumed."""
-        kept = [record for record in self.records() if record["step"] <= step]
-        write_atomically(self.folder / "metrics.jsonl", to_lines(kept))
+        earlier = [record for record in self.records() if record["step"] <= step]
+        write_atomically(self.folder / "metrics.jsonl", to_lines(earlier))
 
     def _sealed(self) -> list[str]:
         """Return the files whose digests belong to the summary, relative to the folder."""

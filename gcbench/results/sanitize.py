@@ -59,12 +59,12 @@ def plain(value: Any, where: str, keep: str = "", depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return {
             plain(key, f"{where}, a key", keep): plain(
-                own, f"{where}, `{cut(printable(str(key)), LABEL)}`", keep, depth + 1
+                inner, f"{where}, `{cut(printable(str(key)), LABEL)}`", keep, depth + 1
             )
-            for key, own in value.items()
+            for key, inner in value.items()
         }
     if isinstance(value, list):
-        return [plain(own, where, keep, depth + 1) for own in value]
+        return [plain(inner, where, keep, depth + 1) for inner in value]
     return value
 
 
@@ -123,10 +123,10 @@ PROVENANCE: Mapping[str, type] = {
 _PLAIN_TYPES = frozenset((*SCALARS, dict))
 
 
-def wrong_type(kind: str, found: Mapping[str, Any], known: Mapping[str, type]) -> str:
+def wrong_type(kind: str, values: Mapping[str, Any], types: Mapping[str, type]) -> str:
     """Return what is wrong with the types in a row's config or provenance, or nothing."""
-    for key, value in found.items():
-        expected = known.get(key)
+    for key, value in values.items():
+        expected = types.get(key)
         if expected is None:
             if type(value) in _PLAIN_TYPES:
                 continue
@@ -135,10 +135,10 @@ def wrong_type(kind: str, found: Mapping[str, Any], known: Mapping[str, type]) -
         else:
             right = value is None or isinstance(value, expected)
         if not right:
-            told = "" if expected is None else f", a {expected.__name__} expected"
-            return f"`{kind}.{cut(key, LABEL)}` is a {type(value).__name__}{told}"
+            expectation = "" if expected is None else f", a {expected.__name__} expected"
+            return f"`{kind}.{cut(key, LABEL)}` is a {type(value).__name__}{expectation}"
     for key in ("versions", "machine"):
-        for name, value in (found.get(key) or {}).items() if key in known else ():
+        for name, value in (values.get(key) or {}).items() if key in types else ():
             if not isinstance(value, SCALARS):
                 return f"`{kind}.{key}.{cut(name, LABEL)}` is a {type(value).__name__}"
     return ""

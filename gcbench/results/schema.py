@@ -88,15 +88,15 @@ def _record(cls: Any, **checks: Check) -> Check:
     """Return the check of a nested object, which becomes a tuple of the class."""
 
     def check(value: Any) -> Any:
-        found = _mapping(value)
-        return cls(**{name: _at(name, one, found) for name, one in checks.items()})
+        mapping = _mapping(value)
+        return cls(**{name: _at(name, one, mapping) for name, one in checks.items()})
 
-    def _at(name: str, one: Check, found: Mapping[str, Any]) -> Any:
+    def _at(name: str, one: Check, mapping: Mapping[str, Any]) -> Any:
         try:
-            return one(found.get(name))
+            return one(mapping.get(name))
         except WrongValueError as error:
             place = f"{name}.{error.place}".rstrip(".")
-            expected = error.expected if name in found else f"required, {error.expected}"
+            expected = error.expected if name in mapping else f"required, {error.expected}"
             raise WrongValueError(expected, error.value, place) from None
 
     return check
@@ -167,7 +167,7 @@ class Summary:
     skipped_steps: int = 0
     provenance: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
-    given: frozenset[str] = frozenset()
+    present: frozenset[str] = frozenset()
     """The keys that the summary has."""
 
     @classmethod
@@ -190,16 +190,16 @@ class Summary:
         keys = frozenset(data)
         rest = keys - _NAMES
         more = {name: data[name] for name in rest} if rest else _NONE
-        return cls(**values, more=more, given=_keys.setdefault(keys, keys))
+        return cls(**values, more=more, present=_keys.setdefault(keys, keys))
 
     def model_dump(self) -> dict[str, Any]:
         """Return the summary as JSON values, missing fields with their defaults."""
-        found = {name: getattr(self, name) for name, _, _ in _FIELDS}
+        values = {name: getattr(self, name) for name, _, _ in _FIELDS}
         for name in ("wire_bytes", "failed", "communicate_modelled"):
-            if found[name] is not None:
-                found[name] = found[name]._asdict()
+            if values[name] is not None:
+                values[name] = values[name]._asdict()
         config = {"seed": self.seed, **self.config}
-        return {**found, "config": config, **self.more}
+        return {**values, "config": config, **self.more}
 
 
 _CHECKS: dict[str, Check] = {

@@ -22,8 +22,8 @@ def names() -> list[str]:
 @cache
 def head(name: str) -> Mapping[str, Any]:
     """Return the title, version and other keys of a built-in suite, without its entries."""
-    found: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    return {"version": 1, **{key: value for key, value in found.items() if key != "entries"}}
+    content: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    return {"version": 1, **{key: value for key, value in content.items() if key != "entries"}}
 
 
 def per_suite(runs: Sequence[Run], asked: Mapping[str, int]) -> dict[str, list[Run]]:

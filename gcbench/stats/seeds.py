@@ -87,7 +87,7 @@ def _final(run: Run, metric: str) -> float | None:
         return None
     # A model with NaN parameters has the accuracy of guessing. Its loss is NaN, stored as null; a
     # summary without that field did not measure the loss.
-    measured = f"{split}_loss" in summary.given
+    measured = f"{split}_loss" in summary.present
     diverged = measured if loss is None else not math.isfinite(loss)
     return None if diverged else value
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gcbench.core.values import finite
 from gcbench.report.analysis import Row, Shown, Table
-from gcbench.studies.bounds.claims import Interval, interval
+from gcbench.stats.confidence import Interval, interval
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
 VERDICTS = (HOLDS, FAILS, OPEN)
@@ -39,8 +39,8 @@ def over_seeds(values: Sequence[float]) -> Interval:
 
 def geometric(logs: Sequence[float]) -> Interval:
     """Return the geometric mean of one ratio a seed, from their logarithms, with its limits."""
-    found = over_seeds(logs)
-    return found.exponential() if math.isfinite(found.mean) else found
+    logarithm = over_seeds(logs)
+    return logarithm.exponential() if math.isfinite(logarithm.mean) else logarithm
 
 
 def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
@@ -69,28 +69,28 @@ def bracket(lows: Sequence[float], values: Sequence[float], highs: Sequence[floa
     return over_seeds(values)._replace(low=low, high=high)
 
 
-def judge(claim: Claim, found: Interval) -> str:
+def judge(claim: Claim, measured: Interval) -> str:
     """Return the verdict on a claim, one of `VERDICTS`; with limits that are NaN, OPEN."""
     if claim.above:
-        inside, outside = found.low >= claim.bound, found.high < claim.bound
+        inside, outside = measured.low >= claim.bound, measured.high < claim.bound
     else:
-        inside, outside = found.high <= claim.bound, found.low > claim.bound
+        inside, outside = measured.high <= claim.bound, measured.low > claim.bound
     return HOLDS if inside else FAILS if outside else OPEN
 
 
-def row(claim: Claim, found: Interval, **more: str) -> Row:
+def row(claim: Claim, measured: Interval, **more: str) -> Row:
     """Return the table row of a claim with its verdict; `more` are further fields of the row."""
     return {
         "claim": claim.claim,
         "source": claim.source,
         **more,
         "holds_if": f"{'at least' if claim.above else 'at most'} {claim.bound:g}",
-        "measured": finite(found.mean),
-        "low": finite(found.low),
-        "high": finite(found.high),
-        "n": found.n,
-        "over": found.over,
-        "verdict": judge(claim, found),
+        "measured": finite(measured.mean),
+        "low": finite(measured.low),
+        "high": finite(measured.high),
+        "n": measured.n,
+        "over": measured.over,
+        "verdict": judge(claim, measured),
     }
 
 
@@ -120,15 +120,15 @@ def table(rows: Sequence[Row], of: str = "", notes: Sequence[str] = ()) -> Table
     )
 
 
-def told(rows: Sequence[Row]) -> list[str]:
+def sentences(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each row of `table`, with its verdict and numbers."""
-    said = []
+    lines = []
     for one in rows:
         numbers = [one[field] for field in ("measured", "low", "high")]
         shown = ["-" if value is None else f"{value:.3g}" for value in numbers]
-        said.append(
+        lines.append(
             f"{str(one['verdict']).capitalize()}: {one['claim']} ({one['source']}): {shown[0]} "
             f"({shown[1]} to {shown[2]}), n = {one['n']} {one['over']}; it holds if "
             f"{one['holds_if']}."
         )
-    return said
+    return lines

@@ -1,14 +1,14 @@
 """Gradients of a training step on disk: `gcbench run --capture` writes them, analyses read them.
 
-One safetensors file a step, `captures/step-000100.safetensors` in a run's folder. Every parameter
-is a tensor of its name, float32, shape (workers, *the parameter's): what each worker computed, with
-the loss's own L2 term, before any memory and compression. Metadata, all of it text:
+One safetensors file per step, `captures/step-000100.safetensors` in a run's folder. Every parameter
+has a tensor with its name, float32, shape (workers, *the parameter's): the gradient of each worker
+with the loss's L2 term, before memory and compression. Metadata, as text:
 
     schema   "1"
     step     the step, counted from 0
     layers   JSON list of {"name", "kind"} in the order of the bucket; KINDS lists the kinds
     task, network, seed, config (JSON), pattern (--capture-layers), gcbench (its version): of the
-        run; files that other programs write may leave them out
+        run; optional in files of other programs
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from gcbench.training.store import Run
 SCHEMA = "1"
 ENDING = ".safetensors"
 KINDS = ("convolution", "fully connected", "embedding", "normalization", "bias", "other")
-"""The kinds of parameter tensors, by the layer that they belong to, in the order of tables."""
+"""The kinds of parameter tensors, by their layer, in the order of tables."""
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
 class MissedError(UsageError):
-    """A run has passed steps whose gradients were not captured."""
+    """A run is past steps whose gradients were not captured."""
 
 
 class Layer(NamedTuple):
@@ -62,9 +62,9 @@ class Layer(NamedTuple):
 
 
 def spread(steps: int, count: int) -> tuple[int, ...]:
-    """Return `count` steps of a training of `steps`, evenly spread from 0 to the last one.
+    """Return `count` of `steps` training steps, evenly spread from 0 to the last one.
 
-    Fewer where several of them fall on one step. `count` is at least 1.
+    Fewer if several of them fall on one step. `count` is at least 1.
     """
     last = steps - 1
     return tuple(sorted({round(i * last / max(1, count - 1)) for i in range(count)}))
@@ -74,11 +74,13 @@ def steps(text: str) -> tuple[int, ...]:
     """Return the steps in a comma-separated list, sorted.
 
     Raises:
-        UsageError: an item is no whole number from 0 on.
+        UsageError: an item is not a whole number from 0 on.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
-        raise UsageError(f"--capture {text!r}: steps with commas, counted from 0, e.g. 0,100,399")
+        raise UsageError(
+            f"--capture {text!r}: expected steps separated by commas, counted from 0: 0,100,399"
+        )
     return tuple(sorted(set(map(int, words))))
 
 
@@ -89,25 +91,25 @@ def matching(names: Sequence[str], pattern: str) -> list[str]:
         UsageError: no name matches.
     """
     patterns = [part.strip() for part in pattern.split(",")]
-    found = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
-    if not found:
-        raise unknown("layer", pattern, names, "A pattern may hold *, ? and [..].")
-    return found
+    result = [name for name in names if any(fnmatchcase(name, each) for each in patterns)]
+    if not result:
+        raise unknown("layer", pattern, names, "A pattern may contain *, ? and [..].")
+    return result
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
     """Return the kind, out of `KINDS`, of each parameter of a model, by its module and shape."""
-    found = {}
+    result = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}" if prefix else leaf
             if isinstance(module, _NORMS):
-                found[name] = "normalization"
+                result[name] = "normalization"
             elif isinstance(module, nn.Embedding):
-                found[name] = "embedding"
+                result[name] = "embedding"
             else:
-                found[name] = _by_shape(leaf, tuple(parameter.shape))
-    return found
+                result[name] = _by_shape(leaf, tuple(parameter.shape))
+    return result
 
 
 def _by_shape(leaf: str, shape: tuple[int, ...]) -> str:
@@ -145,10 +147,11 @@ class Plan:
         """
         there = {step: place(run.folder, step) for step in self.steps}
         for path in there.values():
-            if path.exists() and (kept := Capture(path).about.get("pattern", "*")) != self.layers:
+            pattern = Capture(path).about.get("pattern", "*") if path.exists() else self.layers
+            if pattern != self.layers:
                 raise UsageError(
-                    f"{path} was made with --capture-layers {kept!r}, not {self.layers!r}; "
-                    "--force runs again from the start, another --results folder keeps both"
+                    f"{path} was made with --capture-layers {pattern!r}, not {self.layers!r}; "
+                    "use --force to run it again from the start, or another --results folder"
                 )
         return [step for step, path in there.items() if not path.exists()]
 
@@ -161,8 +164,8 @@ def place(folder: Path, step: int) -> Path:
 def missed(name: str, steps: Sequence[int]) -> MissedError:
     """Return the error for a run that is past `steps` and has no captures of them."""
     return MissedError(
-        f"{name} is past step(s) {_listed(steps)}, and their gradients were not captured; "
-        "--force runs it again from the start, another --results folder keeps both"
+        f"{name} is past step(s) {_listed(steps)}, whose gradients were not captured; use --force "
+        "to run it again from the start, or another --results folder"
     )
 
 
@@ -194,21 +197,21 @@ class Recorder:
         self._held: tuple[int, list[Tensor]] | None = None
 
     def begin(self, step: int, name: str) -> None:
-        """Find out which steps are still to be captured in the run `name`, which is at `step`.
+        """Determine which steps are not captured yet in the run `name`, which is at `step`.
 
         Raises:
             MissedError: the run is past a step that was not captured.
-            UsageError: what was captured has other layers.
+            UsageError: existing captures have other layers.
         """
         mine = self.plan.missing(self.run)
-        missing = self.world.collect([mine] * len(self.world.ranks))[0]  # worker 0's disk decides
+        missing = self.world.collect([mine] * len(self.world.ranks))[0]  # as on worker 0's disk
         past = [each for each in missing if each < step]
         if past:
             raise missed(name, past)
         self.pending = set(missing)
 
     def hold(self, step: int, buckets: Sequence[Tensor]) -> None:
-        """Copy the local workers' buckets, if `step` is to be captured."""
+        """Copy the local workers' buckets, if `step` is planned."""
         if step not in self.pending:
             return
         names = {layer.name for layer in self.layers}
@@ -221,20 +224,20 @@ class Recorder:
             ]
             for bucket in buckets
         ]
-        self._held = step, [torch.cat(own).cpu() for own in pieces]
+        self._held = step, [torch.cat(buffers).cpu() for buffers in pieces]
 
     def write(self) -> None:
-        """Write the gradients that `hold` has copied, if any.
+        """Write the gradients that `hold` copied, if any.
 
         Raises:
             GcbenchError: the file cannot be written.
         """
         if self._held is None:
             return
-        step, own = self._held
+        step, buffers = self._held
         self._held = None
         self.pending.discard(step)
-        buckets = self.world.collect(own)
+        buckets = self.world.collect(buffers)
         if self.world.ranks[0] != 0:
             return
         about = {
@@ -280,13 +283,13 @@ def write(
 
 
 class Capture:
-    """One captured step; its tensors are read when they are asked for."""
+    """One captured step; its tensors are read on access."""
 
     def __init__(self, path: Path) -> None:
         """Read the metadata and the shapes of the tensors.
 
         Raises:
-            UsageError: it is no capture, or one of another schema.
+            UsageError: it is not a capture, or has another schema.
             GcbenchError: it does not match its digest in the summary of its run.
         """
         self.path = path
@@ -299,13 +302,13 @@ class Capture:
         self.about, shapes = self._read(described)
         if self.about.get("schema") != SCHEMA:
             raise UsageError(
-                f"{path}: schema {self.about.get('schema')!r} in its metadata, {SCHEMA!r} is read; "
-                "`gcbench run --capture` writes such files; see `gcbench help reading-results`"
+                f"{path} has schema {self.about.get('schema')!r}, expected {SCHEMA!r} as in files "
+                "of `gcbench run --capture`; see `gcbench help reading-results`"
             )
         try:
             self.step, self.seed = int(self.about["step"]), int(self.about.get("seed", 0))
-            told = json.loads(self.about["layers"])
-            names = [(str(one["name"]), one.get("kind")) for one in told]
+            entries = json.loads(self.about["layers"])
+            names = [(str(one["name"]), one.get("kind")) for one in entries]
             self.layers = tuple(
                 Layer(name, kind or _by_shape(name, shapes[name][1:]), shapes[name][1:])
                 for name, kind in names
@@ -313,9 +316,9 @@ class Capture:
             workers = {shapes[name][0] for name, _ in names}
             self.config: dict[str, Any] = json.loads(self.about.get("config", "{}"))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise self._damaged(f"metadata or tensors are missing or odd: {error!r}") from None
+            raise self._damaged(f"metadata or tensors are missing or invalid: {error!r}") from None
         if len(workers) != 1 or min(workers) < 1 or set(shapes) != {name for name, _ in names}:
-            raise self._damaged("its tensors and its `layers` do not fit together")
+            raise self._damaged("its tensors do not match its `layers`")
         (self.workers,) = workers
 
     def _damaged(self, what: str) -> UsageError:
@@ -332,19 +335,19 @@ class Capture:
 
     @cached_property
     def digest(self) -> str:
-        """Ten hex digits of the SHA-256 of the layers and gradients, whatever the file's name."""
-        found = hashlib.sha256(json.dumps(self.layers).encode())
+        """Ten hex digits of the SHA-256 of the layers and gradients."""
+        hashed = hashlib.sha256(json.dumps(self.layers).encode())
         for bucket in self.buckets(self.workers):
-            found.update(bucket.numpy().tobytes())
-        return found.hexdigest()[:10]
+            hashed.update(bucket.numpy().tobytes())
+        return hashed.hexdigest()[:10]
 
     @property
     def task(self) -> str:
-        """The task that was trained, with its network and other options, as text."""
+        """The task, with its network and other options, as text."""
         options = self.config.get("task_options") or {}
-        words = [f"{key}={value}" for key, value in options.items() if key != "network"]
+        others = [f"{key}={value}" for key, value in options.items() if key != "network"]
         named = self.about.get("task", self.path.parent.name), self.about.get("network", "")
-        return " ".join(filter(None, [*named, *words]))
+        return " ".join(filter(None, [*named, *others]))
 
     def buckets(self, workers: int) -> list[Tensor]:
         """Return the flat gradients of the first `workers` workers, each float32, shape (n,)."""
@@ -353,51 +356,51 @@ class Capture:
             parts = [file.get_slice(layer.name)[:workers] for layer in self.layers]
             return torch.cat([part.reshape(workers, -1).float() for part in parts], 1)
 
-        found: Tensor = self._read(joined)
-        return list(found)
+        flat: Tensor = self._read(joined)
+        return list(flat)
 
 
 def load(places: Sequence[Path]) -> list[Capture]:
     """Return the captures in files and below folders, sorted by seed and step.
 
     Raises:
-        UsageError: there are none, one cannot be read, they differ in layers or workers, or the
-            same step of the same run comes twice.
+        UsageError: there are none, one cannot be read, they differ in layers or workers, or two
+            have the same seed and step.
     """
     paths: list[Path] = []
     for where in places:
         below = sorted(where.rglob(f"*{ENDING}")) if where.is_dir() else [where]
         if not below:
             raise UsageError(
-                f"no captures (*{ENDING}) in {where}; `gcbench run --capture 0,100` makes some"
+                f"no captures (*{ENDING}) in {where}; create them by `gcbench run --capture 0,100`"
             )
         paths += below
     for path in paths:
         if not path.is_file():
-            raise UsageError(f"no capture {path}; a file or a folder of captures expected")
-    found = sorted(
+            raise UsageError(f"no capture {path}; expected a file or a folder of captures")
+    captures = sorted(
         (Capture(path) for path in dict.fromkeys(path.resolve() for path in paths)),
         key=lambda one: (one.seed, one.step),
     )
-    first = found[0]
-    for one in found[1:]:
+    first = captures[0]
+    for one in captures[1:]:
         if one.layers != first.layers:
             raise UsageError(
-                f"{one.path} and {first.path} have other layers: {_difference(one, first)}. "
-                "One analysis takes captures of one network: name them apart"
+                f"{one.path} and {first.path} have different layers: {_difference(one, first)}. "
+                "An analysis needs captures of one network: analyze them separately"
             )
         if one.workers != first.workers:
             raise UsageError(
-                f"{one.path} has {one.workers} workers, {first.path} {first.workers}: "
-                "one analysis takes captures of as many workers; name them apart"
+                f"{one.path} has {one.workers} workers, {first.path} {first.workers}: an analysis "
+                "needs captures of the same number of workers; analyze them separately"
             )
-    for one, other in pairwise(found):
+    for one, other in pairwise(captures):
         if (one.seed, one.step) == (other.seed, other.step):
             raise UsageError(
-                f"{one.path} and {other.path} are both step {one.step} of seed {one.seed}; "
-                "name one of them"
+                f"{one.path} and {other.path} are both step {one.step} of seed {one.seed}; pass "
+                "only one of them"
             )
-    return found
+    return captures
 
 
 def _difference(one: Capture, other: Capture) -> str:

@@ -1,4 +1,4 @@
-"""The config of a run: validated, with its hash; and its provenance, where and with what it ran."""
+"""The config of a run, validated and hashed; and its provenance: where and with what it ran."""
 
 from __future__ import annotations
 
@@ -35,66 +35,68 @@ from gcbench.training import limits, rank
 class Config(Settings):
     """The settings of a run, checked together; equal configs have equal hashes.
 
-    Made by `Config.make`, which takes missing hyper-parameters from the task.
+    Created by `Config.make`, which fills in missing hyper-parameters from the task.
     """
 
     @classmethod
-    def make(cls, given: Mapping[str, Any]) -> Config:
-        """Return the config for settings that the user gave, by name.
+    def make(cls, settings: Mapping[str, Any]) -> Config:
+        """Return the config for the user's settings, by name.
 
-        What is missing has the task's defaults, then those of the method's recipe.
+        Missing settings have the values of the method's recipe, or else the task's defaults.
 
         Raises:
             UsageError: an unknown key or name, a value out of range, an illegal combination.
         """
-        for key in given:
+        for key in settings:
             if key not in cls.model_fields:
                 raise unknown("setting", key, cls.model_fields)
-        task_options = given.get("task_options") or {}
-        task = registry.task(given.get("task", "digits"), **task_options)
-        if given.get("task_version", task.version) != task.version:
+        task_options = settings.get("task_options") or {}
+        task = registry.task(settings.get("task", "digits"), **task_options)
+        if settings.get("task_version", task.version) != task.version:
             raise UsageError(
-                f"task_version {given['task_version']!r}: this gcbench has version {task.version} "
-                f"of task {task.name}; leave the setting out"
+                f"task_version {settings['task_version']!r}: this gcbench has version "
+                f"{task.version} of task {task.name}; leave the setting out"
             )
-        name = given.get("compressor", "terngrad")
-        options = given.get("options") or {}
+        name = settings.get("compressor", "terngrad")
+        options = settings.get("options") or {}
         options = {key: schedule.normalize(key, value) for key, value in options.items()}
         stages = {
             start: registry.compressor(name, **schedule.at(options, start))
             for start in schedule.starts(options)
         }
-        values = {**task.defaults(), **stages[max(stages)].recipe, **given}
+        values = {**task.defaults(), **stages[max(stages)].recipe, **settings}
         values["task_version"] = task.version
-        # With the types that the method gives them, so that clip=2 and clip=2.0 are one config.
+        # With the method's types, so that clip=2 and clip=2.0 are one config.
         values["options"] = {
             key: {start: getattr(stages[start], key) for start in value}
             if isinstance(value, Mapping)
             else getattr(stages[0], key)
             for key, value in options.items()
         }
-        chosen = values.get("collective")
-        chosen = None if chosen == "auto" else chosen
-        carried: Any = values.get("memory")
+        collective = values.get("collective")
+        collective = None if collective == "auto" else collective
+        memory_name: Any = values.get("memory")
         for method in stages.values():
-            chosen = values["collective"] = check_legal(method, chosen)
-            carried = values["memory"] = method.memory if carried in (None, "auto") else carried
-            memory.check_legal(carried, method)
+            collective = values["collective"] = check_legal(method, collective)
+            memory_name = values["memory"] = (
+                method.memory if memory_name in (None, "auto") else memory_name
+            )
+            memory.check_legal(memory_name, method)
             Segments.of([(1,)], method.granularity)
-        own = stages[0].memory_options if carried == stages[0].memory else {}
-        given_options = {**own, **(values.get("memory_options") or {})}
-        made = memory.make(carried, given_options)
-        values["memory_options"] = {key: getattr(made, key) for key in given_options}
+        defaults = stages[0].memory_options if memory_name == stages[0].memory else {}
+        memory_options = {**defaults, **(values.get("memory_options") or {})}
+        chosen = memory.make(memory_name, memory_options)
+        values["memory_options"] = {key: getattr(chosen, key) for key in memory_options}
         for method in stages.values():
-            memory.check_masking(str(carried), made, method)
+            memory.check_masking(str(memory_name), chosen, method)
         for method in stages.values():
-            rule.check_legal(method.rule, made, values.get("start_step") or 0, method)
+            rule.check_legal(method.rule, chosen, values.get("start_step") or 0, method)
         if values.get("local_steps"):
-            _check_local_steps(stages[max(stages)], str(carried), made, given)
+            _check_local_steps(stages[max(stages)], str(memory_name), chosen, settings)
         if not stages[max(stages)].rule.plain:
-            _leave_update_to_rule(stages[max(stages)], values, given)
-        if made.has_momentum:
-            _leave_momentum_to_memory(str(carried), values, given)
+            _leave_update_to_rule(stages[max(stages)], values, settings)
+        if chosen.has_momentum:
+            _leave_momentum_to_memory(str(memory_name), values, settings)
         place = str(values.get("device", "cpu")).partition(":")[0]
         ops.choose(str(values.get("backend", "auto")), place)
         try:
@@ -118,20 +120,18 @@ class Config(Settings):
         if self.gradients == "batched" and self.engine != "simulate":
             raise ValueError(
                 f"gradients=batched is one pass for all simulated workers; engine {self.engine} "
-                "has one worker a process: use gradients=loop"
+                "has one worker per process: use gradients=loop"
             )
         if not (self.test or self.holdout):
-            raise ValueError("test=false leaves nothing that judges the run: give --holdout n, too")
+            raise ValueError("test=false disables all evaluation; add --holdout N")
         if self.local_steps:
             self._fits_local_steps()
         elif outer := [key for key in OUTER if getattr(self, key) != DEFAULTS[key]]:
-            raise ValueError(
-                f"{', '.join(outer)}: there is an outer step after --local-steps n alone"
-            )
+            raise ValueError(f"{', '.join(outer)}: only --local-steps N has an outer step; add it")
         if self.engine == "ddp":
             self._fits_ddp()
         elif self.hook != "gcbench" or self.bucket_mb != DEFAULTS["bucket_mb"]:
-            raise ValueError("hook and bucket_mb belong to --engine ddp; leave them out")
+            raise ValueError("hook and bucket_mb are settings of --engine ddp; leave them out")
         if self.optimizer == "adamw" and self.weight_decay and self.decay == "loss":
             raise ValueError(
                 "optimizer=adamw decays the parameters itself, so decay=loss would be plain Adam: "
@@ -150,33 +150,33 @@ class Config(Settings):
             raise ValueError("schedule=step needs schedule_steps, e.g. --schedule-steps 0.5/0.75")
         if self.warmup > self.steps:
             raise ValueError(
-                f"warmup={self.warmup:g} is more than the {self.steps} steps; give fewer, or a "
-                "fraction of all steps, e.g. --warmup 0.1"
+                f"warmup={self.warmup:g} exceeds the {self.steps} steps; give fewer, or a fraction "
+                "of all steps, such as --warmup 0.1"
             )
         return self
 
     def _fits_local_steps(self) -> None:
-        """Refuse settings that make no sense together with local steps.
+        """Refuse settings that are incompatible with local steps.
 
         Raises:
             ValueError: with the reason.
         """
         reasons = {
-            "delay": "a mean that comes late would undo the round that was trained meanwhile",
-            "rebroadcast_every": "inside a round the workers' parameters differ on purpose",
+            "delay": "a delayed mean would revert the round trained meanwhile",
+            "rebroadcast_every": "inside a round the workers' parameters differ",
         }
         for key, reason in reasons.items():
             if getattr(self, key):
-                raise ValueError(f"{key} beside local_steps: {reason}; leave one of them out")
+                raise ValueError(f"{key} with local_steps: {reason}; leave one of them out")
         if self.gradients == "batched":
             raise ValueError(
-                "gradients=batched is one pass over common parameters; with local_steps every "
-                "worker has its own: use gradients=loop"
+                "gradients=batched is one pass over common parameters, but with local_steps they "
+                "differ between workers: use gradients=loop"
             )
         if self.on_nonfinite == "skip":
             raise ValueError(
-                "on_nonfinite=skip agrees at every step on leaving it out, and with local_steps "
-                "nothing is said at most steps: use on_nonfinite=stop"
+                "on_nonfinite=skip needs an agreement at every step, but with local_steps workers "
+                "communicate only at the end of a round: use on_nonfinite=stop"
             )
 
     def _fits_ddp(self) -> None:
@@ -186,9 +186,12 @@ class Config(Settings):
             ValueError: with the reason, or with the engine that supports it.
         """
         if self.workers < 2:
-            raise ValueError("engine ddp with one worker has nothing to exchange: --workers 2")
+            raise ValueError("engine ddp with one worker has nothing to exchange: use --workers 2")
         if self.on_nonfinite == "skip":
-            raise ValueError("on_nonfinite=skip: with engine ddp buckets are sent before all came")
+            raise ValueError(
+                "on_nonfinite=skip: engine ddp sends buckets before the whole gradient is known, "
+                "so it cannot skip a step; use on_nonfinite=stop"
+            )
         beyond = [
             key for key in ("local_steps", "delay", "rebroadcast_every") if getattr(self, key)
         ]
@@ -196,33 +199,33 @@ class Config(Settings):
             beyond.append("a schedule of the compressor's fields")
         if beyond:
             raise ValueError(
-                f"{', '.join(beyond)}: engine ddp exchanges gradients in every backward pass, by "
-                "one configuration; use --engine spawn"
+                f"{', '.join(beyond)}: engine ddp exchanges the gradients of every backward pass "
+                "by one configuration; use --engine spawn"
             )
         if self.hook == "torch":
             if self.compressor not in TORCH_HOOKS:
                 raise ValueError(
-                    f"torch has no hook for {self.compressor!r}: hook=torch goes with "
+                    f"torch has no hook for {self.compressor!r}: hook=torch supports "
                     f"{', '.join(TORCH_HOOKS)}"
                 )
             if self.compressor == "powersgd" and self.device == "cpu":
                 raise ValueError(
-                    "torch's PowerSGD hook waits for a collective in the callback of another and "
-                    "hangs on gloo; it runs on --device cuda. Ours runs on both: --hook gcbench"
+                    "torch's PowerSGD hook waits for a collective in the callback of another one "
+                    "and hangs on gloo; use --device cuda, or --hook gcbench"
                 )
-            given = [
+            ignored = [
                 key for key in ("start_step", "dense_last", "dense_below") if getattr(self, key)
             ]
-            if given or self.memory != self.make_compressor().memory:
+            if ignored or self.memory != self.make_compressor().memory:
                 raise ValueError(
-                    f"{', '.join(given or ['memory'])}: torch's hooks know nothing of it; use "
+                    f"{', '.join(ignored or ['memory'])}: torch's hooks do not support it; use "
                     "--hook gcbench"
                 )
 
     def exchanges_at(self, step: int) -> bool:
         """Return whether the workers exchange something after `step` (counted from 0).
 
-        With local steps they do at each H-th step, and at the last one: the last round may be
+        With local steps they do at every H-th step and at the last one: the last round may be
         shorter.
         """
         done = step + 1
@@ -230,7 +233,7 @@ class Config(Settings):
 
     @property
     def hash(self) -> str:
-        """Ten hex digits that name this config, see `hash_of`."""
+        """Ten hex digits that identify this config, see `hash_of`."""
         return hash_of(self.model_dump(mode="json"))
 
     @property
@@ -247,7 +250,7 @@ class Config(Settings):
         return sorted({*schedule.starts(self.options), self.start_step})
 
     def make_compressor(self, step: int = 0) -> Compressor:
-        """Return the compressor with the fields that hold at `step`."""
+        """Return the compressor with its fields at `step`."""
         return registry.compressor(self.compressor, **schedule.at(self.options, step))
 
     def make_memory(self) -> Memory:
@@ -278,74 +281,76 @@ class Config(Settings):
         return float(self.lr * factor)
 
     def _steps(self, count: float) -> float:
-        """Return a number of steps, of which one below 1 is given as a fraction of all."""
+        """Return a number of steps; a value below 1 is a fraction of all steps."""
         return count * self.steps if count < 1 else count
 
 
 def hash_of(config: Mapping[str, Any]) -> str:
     """Return ten hex digits of the SHA-256 of a config's JSON, without settings at their defaults.
 
-    So a new setting changes no earlier hash. `config`: a config as JSON, as it is stored.
+    So a new setting does not change hashes. `config`: a config as JSON, as it is stored.
     """
-    given = {
+    changed = {
         key: value for key, value in config.items() if key not in DEFAULTS or DEFAULTS[key] != value
     }
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:10]
+    return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:10]
 
 
 TORCH_HOOKS = ("none", "fp16", "powersgd")
-"""Methods for which torch has a hook that can be compared. Its bf16 hook fails on the CPU; its
-quantization hooks are of another method, and gather their scales uncompressed."""
+"""Methods with a comparable hook in torch. Its bf16 hook fails on the CPU; its quantization hooks
+implement other methods, and gather their scales uncompressed."""
 OUTER = ("outer_lr", "outer_momentum", "outer_nesterov")
 """Settings of the outer optimizer, which applies the mean difference of parameters."""
 
 
 def _check_local_steps(
-    method: Compressor, name: str, made: Memory, given: Mapping[str, Any]
+    method: Compressor, name: str, carried: Memory, settings: Mapping[str, Any]
 ) -> None:
-    """Refuse, with local steps, a memory or method that makes sense for gradients only.
+    """Refuse, with local steps, a memory or method that works for gradients only.
 
     Raises:
         UsageError: with what to use instead.
     """
-    if made.has_momentum:
+    if carried.has_momentum:
         raise UsageError(
             f"memory {name!r} applies a momentum to gradients, and local_steps exchange "
-            "differences of parameters: give --momentum (of the steps inside a round) or "
-            "--outer-momentum (between rounds), and --memory residual or none"
+            "differences of parameters: use --momentum (inside a round) or --outer-momentum "
+            "(between rounds), and --memory residual or none"
         )
-    if method.claims.aggregate != "mean" and "outer_lr" not in given:
+    if method.claims.aggregate != "mean" and "outer_lr" not in settings:
         raise UsageError(
-            f"{method!r} applies no mean but directions of length 1, and local_steps would apply "
-            "them with --outer-lr 1 to the parameters: give --outer-lr, e.g. 0.001"
+            f"{method!r} applies directions of length 1, not a mean, and local_steps would apply "
+            "them to the parameters with --outer-lr 1: set --outer-lr, such as 0.001"
         )
 
 
-def _leave_momentum_to_memory(name: str, values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Set the optimizer's momentum in `values` to 0, as the memory `name` applies its own.
+def _leave_momentum_to_memory(
+    name: str, values: dict[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Set the optimizer's momentum in `values` to 0, because the memory `name` applies one.
 
     Raises:
         UsageError: the user gave a momentum, or the optimizer is not SGD.
     """
-    if given.get("momentum"):
+    if settings.get("momentum"):
         raise UsageError(
-            f"momentum {given['momentum']} beside memory {name!r}, which applies its own: leave "
+            f"momentum {settings['momentum']} with memory {name!r}, which applies one: leave "
             "--momentum out, and set the memory's by --memory-set"
         )
     if values.get("optimizer", "sgd") != "sgd":
         raise UsageError(
-            f"optimizer {values['optimizer']!r} would add its own averages to the momentum of "
-            f"memory {name!r}: give --optimizer sgd and a rate for it, --lr"
+            f"optimizer {values['optimizer']!r} would add its averages to the momentum of memory "
+            f"{name!r}: use --optimizer sgd and a rate for it, --lr"
         )
     values["momentum"] = 0.0
-    if "nesterov" not in given:
+    if "nesterov" not in settings:
         values["nesterov"] = False
 
 
 def _leave_update_to_rule(
-    method: Compressor, values: dict[str, Any], given: Mapping[str, Any]
+    method: Compressor, values: dict[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Set the optimizer in `values` to plain SGD, which applies what the update rule returns.
+    """Set the optimizer in `values` to plain SGD, which applies the update rule's direction.
 
     With local steps that is the outer optimizer.
 
@@ -354,13 +359,13 @@ def _leave_update_to_rule(
     """
     local = bool(values.get("local_steps"))
     keys = ("outer_momentum", "outer_nesterov") if local else ("momentum", "nesterov")
-    wrong = [f"{key} {given[key]}" for key in keys if given.get(key)]
-    if not local and given.get("optimizer", "sgd") != "sgd":
-        wrong.append(f"optimizer {given['optimizer']!r}")
+    wrong = [f"{key} {settings[key]}" for key in keys if settings.get(key)]
+    if not local and settings.get("optimizer", "sgd") != "sgd":
+        wrong.append(f"optimizer {settings['optimizer']!r}")
     if wrong:
         raise UsageError(
-            f"{', '.join(wrong)} beside {method!r}, which has an update rule of its own: leave "
-            "it out, and set the fields of the method by --set"
+            f"{', '.join(wrong)} with {method!r}, which has its own update rule: leave it "
+            "out, and set the fields of the method by --set"
         )
     values.update(dict.fromkeys(keys, 0.0) | {keys[1]: False})
     if not local:
@@ -372,15 +377,15 @@ def _one_line(error: ValidationError) -> str:
     for problem in error.errors():
         where = ".".join(str(part) for part in problem["loc"])
         message = problem["msg"].removeprefix("Value error, ")
-        came = "" if not where else f"{where}={problem['input']!r}: "
+        prefix = "" if not where else f"{where}={problem['input']!r}: "
         if problem["type"] == "missing":
-            came = f"{where}: the task has no default for it; "
-        problems.append(came + message[0].lower() + message[1:])
+            prefix = f"{where}: the task has no default for it; "
+        problems.append(prefix + message[0].lower() + message[1:])
     return "; ".join(problems)
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with a + if it has `changed_files`; None outside one."""
+    """Return the checkout's commit, with a + if it has `changed_files`; None without one."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None
@@ -388,21 +393,21 @@ def commit() -> str | None:
 
 
 def changed_files() -> list[str]:
-    """Return the files of the checkout that differ from its commit; none outside a checkout.
+    """Return the files of the checkout that differ from its commit; [] without a checkout.
 
-    These are tracked files, and untracked ones in the folders of sources. Files in `REFERENCE` do
-    not count: a run adds its row there.
+    These are tracked files, and untracked ones in the folders of sources, without the files in
+    `REFERENCE`, to which runs add rows.
     """
     status = _git(
         *("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all"),
         *("--", ".", f":(exclude){REFERENCE}"),
     )
-    found = []
+    files = []
     for entry in filter(None, (status or "").split("\0")):
         kind, path = entry[:2], entry[3:]
         if kind != "??" or path.split("/")[0] in SOURCES:
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def require_clean(rows: Path) -> None:
@@ -411,12 +416,12 @@ def require_clean(rows: Path) -> None:
     Raises:
         UsageError: the message names the files.
     """
-    if rows.resolve().parent != CHECKOUT / REFERENCE or not (found := changed_files()):
+    if rows.resolve().parent != CHECKOUT / REFERENCE or not (files := changed_files()):
         return
-    named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    named = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     raise UsageError(
-        f"--rows {rows}: reference rows are made from a committed state, and these files differ "
-        f"from it: {named}. Commit or remove them, or add the rows to another file"
+        f"--rows {rows}: reference rows need a committed checkout, and these files differ from its "
+        f"commit: {named}. Commit or remove them, or add the rows to another file"
     )
 
 
@@ -429,7 +434,7 @@ SOURCES = frozenset({"gcbench", "compressors", "tasks", "cuda"})
 
 
 def _git(*words: str) -> str | None:
-    """Return what git prints for the checkout; None outside a checkout, or if git fails."""
+    """Return git's output for the checkout; None without a checkout, or if git fails."""
     if not (CHECKOUT / ".git").exists():
         return None
     try:
@@ -452,20 +457,22 @@ def _cpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of gcbench, and of the packages that decide bits."""
+    """Return the versions of Python, gcbench, and packages that affect the bits of results."""
     import torch
 
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in ("gcbench", "torch", "numpy", "scikit-learn", "pillow"):
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found | {"torch": torch.__version__}  # with the CUDA version, which metadata may lack
+    return result | {
+        "torch": torch.__version__
+    }  # with the CUDA version, which package metadata may lack
 
 
 def machine() -> dict[str, Any]:
-    """Return what this machine is: system, processor, cores, GPU."""
+    """Return a description of this machine: system, processor, cores, GPU."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -475,22 +482,22 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_per_worker(config: Config) -> int:
-    """Return how many threads one worker's operations use: the same in every local engine.
+    """Return the number of threads per worker: the same in every local engine.
 
-    The bits of a convolution depend on this number, so it is recorded with the result.
+    The bits of a convolution depend on it, so it is recorded with the result.
     """
     return config.threads or max(1, cores() // config.workers)
 
 
 def check_limits(config: Config) -> None:
-    """Raise UsageError for a run that takes more than this machine should give."""
+    """Raise UsageError for a run that needs too many threads or processes for this machine."""
     limits.check_threads(threads_per_worker(config))
     if not rank.by_torchrun():  # otherwise the user started the processes
         spawned = config.engine in ("spawn", "ddp")
@@ -498,7 +505,7 @@ def check_limits(config: Config) -> None:
 
 
 def provenance(config: Config) -> dict[str, Any]:
-    """Return where, when and with what a run was made."""
+    """Return where, when and with what a run was started."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(config),
@@ -507,7 +514,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "machine": machine(),
         "backend": serving(config),
         "objects": objects(config),
-        **({"plugins": found} if (found := plugins(config)) else {}),
+        **({"plugins": origins} if (origins := plugins(config)) else {}),
         **({"source": digest} if (digest := source(config)) else {}),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
@@ -517,8 +524,8 @@ def provenance(config: Config) -> dict[str, Any]:
 def objects(config: Config) -> dict[str, Any]:
     """Return a config's task, compressor and memory as Python expressions with every field.
 
-    Fields that the config does not give have the defaults of this version. The compressor is a
-    list, with one item for each stage of its schedules.
+    Fields that the config lacks have the defaults of this version. The compressor is a list with
+    one item per stage of its schedules.
     """
     stages = schedule.starts(config.options)
     return {
@@ -529,7 +536,7 @@ def objects(config: Config) -> dict[str, Any]:
 
 
 def plugins(config: Config) -> dict[str, dict[str, str]]:
-    """Return the origin of a run's task, compressor and memory, those of third parties only.
+    """Return the origin of a run's task, compressor and memory, for third-party ones.
 
     An origin has the distribution, its version, and a digest of the source (`registry.origin`).
     """
@@ -538,111 +545,113 @@ def plugins(config: Config) -> dict[str, dict[str, str]]:
         "compressor": registry.compressors()[config.compressor],
         "memory": registry.memory_entry(config.memory),
     }
-    found = {kind: registry.origin(entry) for kind, entry in entries.items()}
-    return {kind: own for kind, own in found.items() if own is not None}
+    origins = {kind: registry.origin(entry) for kind, entry in entries.items()}
+    return {kind: origin for kind, origin in origins.items() if origin is not None}
 
 
 def source(config: Config) -> str:
-    """Return the digest of the file of a built-in compressor; "" for that of a third party."""
+    """Return the digest of the file of a built-in compressor; "" for a third-party one."""
     if registry.origin(registry.compressors()[config.compressor]) is not None:
         return ""
     return registry.source_digest(config.compressor)
 
 
-def other_source(config: Config, made: Mapping[str, Any]) -> str:
-    """Return words that follow a message if a stored run was made by another file of its method.
+def other_source(config: Config, run: Mapping[str, Any]) -> str:
+    """Return a suffix for messages if a stored run used another version of its method's file.
 
-    Such a run may have other results, or the same: a file of the package changes by its comments,
-    too. `made` is the run's summary, or its provenance under that key.
+    Its results may be different or the same: a changed comment also changes the file. `run`: its
+    summary, or its provenance under that key.
     """
-    then, now = (made.get("provenance") or {}).get("source"), source(config)
+    then, now = (run.get("provenance") or {}).get("source"), source(config)
     if not (then and now) or then == now:
         return ""
-    return f", made by another version of {config.compressor}.py ({then} then, {now} now)"
+    return f", made by another version of {config.compressor}.py ({then} in the run, {now} now)"
 
 
-def _origin(own: Mapping[str, str] | None) -> str:
-    if own is None:
-        return "nothing told"
-    name = " ".join(filter(None, (own["distribution"], own["version"])))
-    return f"{name} (source {own['sha256'][:10]})"
+def _origin(origin: Mapping[str, str] | None) -> str:
+    if origin is None:
+        return "no recorded origin"
+    name = " ".join(filter(None, (origin["distribution"], origin["version"])))
+    return f"{name} (source {origin['sha256'][:10]})"
 
 
-def check_objects(config: Config, made: Mapping[str, Any], folder: Path) -> None:
+def check_objects(config: Config, run: Mapping[str, Any], folder: Path) -> None:
     """Refuse a stored run of this config if defaults, or a plug-in, have changed since.
 
-    `made` is its summary, or an unfinished run's provenance under that key.
+    `run`: its summary, or an unfinished run's provenance under that key.
 
     Raises:
-        GcbenchError: the same config would give another result now, or that cannot be known.
+        GcbenchError: the same config would or might give another result now.
     """
-    remedy = "--force makes it again, another --results keeps both"
+    remedy = "Use --force to run it again, or another --results folder to keep both"
     current = config.model_dump(mode="json")
-    for key, then in made.get("config", {}).items():
+    for key, then in run.get("config", {}).items():
         if (now := current.get(key)) != then:
             raise GcbenchError(
-                f"{folder} was made with {key}={text(then)} by another gcbench; the same command "
-                f"now means {key}={text(now)}. {remedy}"
+                f"another version of gcbench made {folder} with {key}={text(then)}; the same "
+                f"command now means {key}={text(now)}. {remedy}"
             )
-    provenance = made.get("provenance") or {}
+    provenance = run.get("provenance") or {}
     there = provenance.get("objects") or {}
     for kind, now in objects(config).items():
         then = there.get(kind, "unknown fields")
         if then != now:
             old, new = (" / ".join(v) if isinstance(v, list) else v for v in (then, now))
             raise GcbenchError(
-                f"{folder} was made with {old} by another gcbench; the same command now means "
+                f"another version of gcbench made {folder} with {old}; the same command now means "
                 f"{new}. {remedy}"
             )
     before = provenance.get("plugins") or {}
     for kind, present in plugins(config).items():
         if before.get(kind) != present:
             raise GcbenchError(
-                f"{folder} was made with another {kind}: {_origin(before.get(kind))} then, "
+                f"{folder} was made with another {kind}: {_origin(before.get(kind))} in the run, "
                 f"{_origin(present)} now. {remedy}"
             )
 
 
-def threads_to_resume(made: Mapping[str, Any], folder: Path) -> int:
-    """Return with how many threads per worker a stored run began, to resume it with as many.
+def threads_to_resume(run: Mapping[str, Any], folder: Path) -> int:
+    """Return the number of threads per worker with which a stored run started.
 
-    The bits of its result depend on that, on torch, and on the instruction set. `made` is the run's
+    The bits of its result depend on it, on torch, and on the instruction set. `run`: its
     provenance.
 
     Raises:
-        GcbenchError: torch or the instruction set are others here, or are not recorded in the run.
+        GcbenchError: torch or the instruction set differ here, or are not recorded in the run.
     """
     then = {
-        "torch": (made.get("versions") or {}).get("torch"),
-        "instruction set": (made.get("machine") or {}).get("isa"),
+        "torch": (run.get("versions") or {}).get("torch"),
+        "instruction set": (run.get("machine") or {}).get("isa"),
     }
     now = {"torch": versions()["torch"], "instruction set": machine()["isa"]}
     apart = [
-        f"{name} {then[name]} then, {now[name]} now" for name in now if then[name] != now[name]
+        f"{name} {then[name]} in the run, {now[name]} here"
+        for name in now
+        if then[name] != now[name]
     ]
-    threads = made.get("threads")
+    threads = run.get("threads")
     if type(threads) is not int or threads < 1:
-        apart.append(f"threads {threads!r} then")
+        apart.append(f"threads {threads!r} in the run")
     if apart:
         raise GcbenchError(
-            f"{folder} was begun where bits are others ({'; '.join(apart)}): it would end in a "
-            "result that no run from the beginning has. Go on there, or start over with --force"
+            f"{folder} was started with a different torch or CPU ({'; '.join(apart)}), so resuming "
+            "it here would not be reproducible. Resume it there, or start over with --force"
         )
-    return int(made["threads"])
+    return int(run["threads"])
 
 
 def serving(config: Config) -> str:
-    """Return the backend that a run uses, with its version, or the reason why it has no kernels."""
+    """Return the backend of a run, with its version, or the reason why it has no kernels."""
     place = config.device.partition(":")[0]
     name = ops.choose(config.backend, place)
     if name == config.backend == "reference":
         return name
-    detail = {found.name: found.detail for found in ops.backends()}[place]
+    detail = {backend.name: backend.detail for backend in ops.backends()}[place]
     return f"{name} ({detail})"
 
 
 def command(config: Config) -> str:
-    """Return the `gcbench run` command that repeats a run, without flags that are at defaults."""
+    """Return the `gcbench run` command that repeats a run, without flags at their defaults."""
     task = config.make_task()
     method = config.make_compressor()
     usual = {
@@ -675,7 +684,7 @@ def command(config: Config) -> str:
 
 
 def _word(value: Any) -> str:
-    """Return a setting's value as the command line writes it."""
+    """Return a setting's value in the form of the command line."""
     if isinstance(value, Mapping):
         return schedule.text(value)
     if isinstance(value, list):
@@ -684,16 +693,13 @@ def _word(value: Any) -> str:
 
 
 def nominal_ratio(method: Compressor) -> float | None:
-    """Return 32 / the bits per element that the method's source quotes; None if it quotes none."""
+    """Return 32 / the bits per element stated by the method's source; None if it states none."""
     bits = method.claims.nominal_bits
     return None if bits is None else 32 / bits
 
 
 def failed(config: Config, run: RunFolder, error: DivergedError) -> dict[str, Any]:
-    """Return the summary of a run that diverged: without metrics, with the bytes that it sent.
-
-    The bytes are those up to its last record.
-    """
+    """Return the summary of a diverged run: no metrics, and the bytes up to its last record."""
     spent = (run.records() or [{}])[-1]
     wire = float(spent.get("wire_bytes", 0.0))
     shown = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
@@ -721,8 +727,8 @@ def require_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise UsageError(f"device {device!r}: 'cpu', 'cuda' or 'cuda:0' expected") from None
+        raise UsageError(f"device {device!r}: expected 'cpu', 'cuda' or 'cuda:0'") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r}: torch sees no CUDA device; see `gcbench info`")
+        raise UsageError(f"device {device!r}: torch finds no CUDA device; see `gcbench info`")
     if kind not in ("cpu", "cuda"):
-        raise GcbenchError(f"device {device!r} was never tried; 'cpu' and 'cuda' are supported")
+        raise GcbenchError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")

@@ -36,7 +36,8 @@ from gcbench.integrations.rates import Rates
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import set_dropout_key
 from gcbench.training.store import Run
-from gcbench.training.train import Options, Trainer, clip_factor, step_with
+from gcbench.training.train import Options, Trainer
+from gcbench.training.updates import clip_factor, step_with
 
 EXCHANGED = ("statistic", "encode", "communicate", "decode")
 """The phases of the hook's thread."""
@@ -115,8 +116,8 @@ class DdpTrainer(Trainer):
         if self.hook is not None:
             self.hook.lr = lr
         began = self.clock.read()
-        inputs, targets = self._batch(rank)
-        set_dropout_key(self.replicas[0], self._key(rank))
+        inputs, targets = self.batches.of(self.step, rank)
+        set_dropout_key(self.replicas[0], self.batches.key(self.step, rank))
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.task.loss(self.wrapped(inputs), targets)
         try:
@@ -136,7 +137,7 @@ class DdpTrainer(Trainer):
             if config.clip_norm:
                 self._clip(config.clip_norm)
             step_with(self.optimizer, lr)
-            self._average()
+            self.average.update(self.step)
         self.step += 1
         self.clock.end_step()
         return [float(loss.detach())]

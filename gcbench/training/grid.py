@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
 from gcbench.core import registry, settings_file
 from gcbench.core.errors import UsageError, unknown
-from gcbench.results.settings import SET_FLAGS, Settings
+from gcbench.results.settings import Settings
 from gcbench.training import limits
 from gcbench.training.configuration import Config
 
@@ -21,12 +21,12 @@ SEQUENCES = tuple(
 """Settings whose value is itself a list; on the command line its items are joined by slashes."""
 _STAGE = re.compile(r"([0-9]+):(.+)")
 """One stage of a schedule: the step from which a value holds, and the value."""
-NESTED = tuple(SET_FLAGS)
-"""Settings that are mappings of fields."""
+NESTED = {"options": "compressor", "task_options": "task", "memory_options": "memory"}
+"""Settings that are mappings of fields, and whose fields they are."""
 
 
 def _scalar(text: str) -> Any:
-    """Return the scalar that YAML reads in a text; the text itself where it is no YAML."""
+    """Return the scalar that YAML reads in a text; the text itself if it is not YAML."""
     try:
         return settings_file.parse(text)
     except ValueError:
@@ -46,10 +46,10 @@ def value(text: str) -> Any:
         return [value(part.strip()) for part in text.split(",")]
     stages = [_STAGE.fullmatch(part.strip()) for part in text.split("/")]
     if all(stages):
-        found = {int(stage[1]): _scalar(stage[2]) for stage in stages if stage}
-        if len(found) < len(stages):
-            raise UsageError(f"{text}: a step comes twice; give each stage a step of its own")
-        return found
+        result = {int(stage[1]): _scalar(stage[2]) for stage in stages if stage}
+        if len(result) < len(stages):
+            raise UsageError(f"{text}: a step occurs twice; give each stage another step")
+        return result
     if "/" in text and all(part.strip() for part in text.split("/")):
         parts = [_scalar(part) for part in text.split("/")]
         if all(isinstance(part, int | float) for part in parts):
@@ -57,66 +57,66 @@ def value(text: str) -> Any:
     return _scalar(text)
 
 
-def pairs(flag: str, words: Iterable[str] | None) -> dict[str, Any]:
-    """Return the settings in words like clip=2.0, by name; `flag` is for the errors.
+def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
+    """Return the settings in items such as clip=2.0, by name; `flag` is for errors.
 
     Raises:
-        UsageError: a word has no =, or a name comes twice.
+        UsageError: an item has no =, or a name occurs twice.
     """
-    found: dict[str, Any] = {}
-    for word in words or ():
-        name, equals, text = word.partition("=")
+    result: dict[str, Any] = {}
+    for item in items or ():
+        name, equals, text = item.partition("=")
         if not (name and equals):
-            raise UsageError(f"{flag} {word!r}: NAME=VALUE expected, e.g. {flag} clip=2.0")
-        if name in found:
-            raise UsageError(f"{flag} {name} came twice; for a grid write {name}=1,2")
-        found[name] = value(text)
-    return found
+            raise UsageError(f"{flag} {item!r}: expected NAME=VALUE, such as {flag} clip=2.0")
+        if name in result:
+            raise UsageError(f"{flag} {name} occurs twice; for a grid write {name}=1,2")
+        result[name] = value(text)
+    return result
 
 
 def read(path: Path, flag: str = "--config") -> dict[str, Any]:
     """Return the mapping in a YAML file; empty for an empty file.
 
     Raises:
-        UsageError: no such file, no YAML, or no mapping; the message begins with `flag`.
+        UsageError: no such file, not YAML, or not a mapping; the message begins with `flag`.
     """
     return settings_file.read(path, flag, "steps: 100")
 
 
-def choices(key: str, given: Any) -> list[Any]:
-    """Return the alternatives of one setting: those of a list, or the one value that was given.
+def choices(key: str, value: Any) -> list[Any]:
+    """Return the alternatives of one setting: those of a list, or a single value.
 
     Raises:
         UsageError: an empty list, or a tuple for a setting that takes one value.
     """
     if key in SEQUENCES:
-        nested = isinstance(given, list) and any(isinstance(v, list | tuple) for v in given)
-        alternatives = given if nested else [given]
+        nested = isinstance(value, list) and any(isinstance(v, list | tuple) for v in value)
+        alternatives = value if nested else [value]
         alternatives = [[] if v is None else v for v in alternatives]
         return [[v] if not isinstance(v, list | tuple) else list(v) for v in alternatives]
-    if isinstance(given, tuple):
-        raise UsageError(f"{key}: one value expected, not {'/'.join(map(str, given))}")
-    if not isinstance(given, list):
-        return [given]
-    if not given:
-        raise UsageError(f"{key}: an empty list; give at least one value")
-    return given
+    if isinstance(value, tuple):
+        raise UsageError(f"{key}: expected one value, not {'/'.join(map(str, value))}")
+    if not isinstance(value, list):
+        return [value]
+    if not value:
+        raise UsageError(f"{key}: the list is empty; give at least one value")
+    return value
 
 
 def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    lists = [choices(key, given) for key, given in settings.items()]
+    lists = [choices(key, value) for key, value in settings.items()]
     return [
         dict(zip(settings, combination, strict=True)) for combination in itertools.product(*lists)
     ]
 
 
 def _size(*settings: Mapping[str, Any]) -> int:
-    """Return the number of points of the grid, equal ones counted each."""
-    return math.prod(len(choices(key, own)) for each in settings for key, own in each.items())
+    """Return the number of points of the grid, including equal ones."""
+    return math.prod(len(choices(key, values)) for each in settings for key, values in each.items())
 
 
 def _memory(point: Mapping[str, Any]) -> str:
-    """Return the memory of one point of the grid: the one it sets, or its method's own.
+    """Return the memory of one point of the grid: the one it sets, or its method's default.
 
     Raises:
         UsageError: an unknown memory.
@@ -128,8 +128,8 @@ def _memory(point: Mapping[str, Any]) -> str:
     return str(name)
 
 
-def method(word: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the fields in a word such as topk:ratio=0.05 or ./mine.py:levels=4.
+def method(spec: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the fields in a spec such as topk:ratio=0.05 or ./mine.py:levels=4.
 
     A file is registered as a compressor under the file's name. A field may be a schedule:
     topk:ratio=0:0.25/100:0.01.
@@ -137,99 +137,117 @@ def method(word: str) -> tuple[str, dict[str, Any]]:
     Raises:
         UsageError: no such file, or a field without a value.
     """
-    start, *rest = word.split(":")
-    words: list[str] = []
-    for piece in rest:  # the colons of a schedule belong to the field before
-        if "=" in piece or not words:
-            words.append(piece)
+    start, *rest = spec.split(":")
+    fields: list[str] = []
+    for piece in rest:  # colons of a schedule belong to the previous field
+        if "=" in piece or not fields:
+            fields.append(piece)
         else:
-            words[-1] += f":{piece}"
-    return registry.add_file(start.strip()), pairs(f"{start}:", words)
+            fields[-1] += f":{piece}"
+    return registry.add_file(start.strip()), pairs(f"{start}:", fields)
+
+
+Fields = dict[str, Any]
 
 
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
-    """Return the configs of the grid, in the order of the lists, equal ones once.
+    """Return the configs of the grid, in the order of the lists, without duplicates.
 
     `flags` are settings by name, with values as `value` returns them; they override those of the
-    YAML file. A compressor may have fields of its own, `topk:ratio=0.05`; compressors and memories
-    may be files, `./mine.py`. A field in `options` is set on the compressors of the grid that have
-    it, one in `task_options` on the tasks, one in `memory_options` on the memories.
+    YAML file. A compressor may have fields, `topk:ratio=0.05`; compressors and memories may be
+    files, `./mine.py`. A field in `options` is set on those compressors of the grid that have it,
+    one in `task_options` on the tasks, one in `memory_options` on the memories.
 
     Raises:
         UsageError: see `Config.make`; or a field that no compressor (task, memory) of the grid has.
     """
-    given = read(file) if file else {}
+    settings = read(file) if file else {}
     for key in NESTED:
-        own = given.get(key) or {}
-        if not isinstance(own, dict):
-            raise UsageError(f"{key}: a mapping of fields expected, not {own!r}")
-        given[key] = {**own, **flags.get(key, {})}
-    given = {**given, **{k: v for k, v in flags.items() if k not in NESTED}}
-    fields = {
-        "options": ("compressor", "terngrad", registry.compressor_class),
-        "task_options": ("task", "digits", registry.task_class),
-    }
-    nested = {key: given.pop(key) for key in fields}
-    methods: dict[str, tuple[str, dict[str, Any]]] = {}
-    if "compressor" in given:
-        words = [str(one) for one in choices("compressor", given["compressor"])]
-        methods = {one: method(one) for one in words}
-        given["compressor"] = words
-        for one, (_, own) in methods.items():
-            if twice := sorted(own.keys() & nested["options"].keys()):
-                raise UsageError(f"{one}: the field {twice[0]} came by --set, too; give it once")
-
-    if "memory" in given:
-        names = choices("memory", given["memory"])
-        given["memory"] = [
+        fields = settings.get(key) or {}
+        if not isinstance(fields, dict):
+            raise UsageError(f"{key}: expected a mapping of fields, not {fields!r}")
+        settings[key] = {**fields, **flags.get(key, {})}
+    settings = {**settings, **{k: v for k, v in flags.items() if k not in NESTED}}
+    nested: dict[str, Fields] = {key: settings.pop(key) for key in NESTED}
+    methods = _methods(settings, nested["options"])
+    if "memory" in settings:
+        names = choices("memory", settings["memory"])
+        settings["memory"] = [
             one if one is None else registry.add_file(str(one), "memory") for one in names
         ]
-
-    def points() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the points of the grid, and the fields given with each point's compressor."""
-        for point in _product(given):
-            if not methods:
-                yield point, {}
-                continue
-            name, own = methods[point["compressor"]]
-            yield {**point, "compressor": name}, own
-
-    for key, (owner, default, load) in fields.items():
-        names = choices(owner, given.get(owner, default))
-        if owner == "compressor":
-            names = [methods[name][0] if name in methods else name for name in names]
-        known = {str(name): registry.fields(load(str(name))) for name in names}
-        for field in nested[key]:
-            if not any(field in own for own in known.values()):
-                every = sorted({name for own in known.values() for name in own})
-                raise unknown(f"field of {owner} {', '.join(known)}:", field, every)
-    carried = given.pop("memory_options")
-    unused = set(carried)
+    limits.check_grid(_size(settings, *nested.values()))
+    points: list[tuple[Fields, Fields]] = []  # with the fields in the compressor's spec
+    for point in _product(settings):
+        if methods:
+            name, fields = methods[point["compressor"]]
+            points.append(({**point, "compressor": name}, fields))
+        else:
+            points.append((point, {}))
+    owners: dict[str, Callable[[Fields], tuple[str, Mapping[str, Any]]]] = {
+        "options": lambda point: _owner(point, "compressor", "terngrad", registry.compressor_class),
+        "task_options": lambda point: _owner(point, "task", "digits", registry.task_class),
+        "memory_options": lambda point: _owner(
+            {"memory": _memory(point)}, "memory", "", registry.memory_class
+        ),
+    }
+    for key, fields in nested.items():
+        _check_owned(key, fields, dict(owners[key](point) for point, _ in points))
     configs: dict[str, Config] = {}
-    limits.check_grid(_size(given, carried, *nested.values()))
-    for point, brought in points():
-        inner = []
-        for key, (owner, default, load) in fields.items():
-            own = registry.fields(load(str(point.get(owner, default))))
-            inner.append(_product({k: v for k, v in nested[key].items() if k in own}))
-        own = registry.fields(registry.memory_class(_memory(point)))
-        unused -= own.keys()
-        inner.append(_product({k: v for k, v in carried.items() if k in own}))
-        for options, task_options, memory_options in itertools.product(*inner):
-            choice = {"options": {**options, **brought}, "task_options": task_options}
-            made = Config.make({**point, **choice, "memory_options": memory_options})
-            configs.setdefault(made.hash, made)
-    if unused:
-        field = min(unused)
-        here = ", ".join(sorted({_memory(point) for point, _ in points()}))
-        every_field = {
-            name: registry.fields(registry.memory_class(name)) for name in registry.memories()
-        }
-        having = sorted(name for name, own in every_field.items() if field in own)
-        if having:
-            raise UsageError(
-                f"memory {here} has no field {field!r}; {' and '.join(having)} do: --memory NAME"
-            )
-        every = sorted({name for own in every_field.values() for name in own})
-        raise unknown(f"field of memory {here}:", field, every)
+    for point, brought in points:
+        alternatives = [
+            _product({k: v for k, v in fields.items() if k in owners[key](point)[1]})
+            for key, fields in nested.items()
+        ]
+        for combination in itertools.product(*alternatives):
+            options = dict(zip(nested, combination, strict=True))
+            options["options"] = {**options["options"], **brought}
+            config = Config.make({**point, **options})
+            configs.setdefault(config.hash, config)
     return list(configs.values())
+
+
+def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]:
+    """Return the names and fields of the compressors of a grid, by their specs.
+
+    Raises:
+        UsageError: a field is also in `options`.
+    """
+    if "compressor" not in settings:
+        return {}
+    specs = settings["compressor"] = [
+        str(one) for one in choices("compressor", settings["compressor"])
+    ]
+    methods = {spec: method(spec) for spec in specs}
+    for spec, (_, fields) in methods.items():
+        if twice := sorted(fields.keys() & options.keys()):
+            raise UsageError(f"{spec}: the field {twice[0]} is also in --set; give it once")
+    return methods
+
+
+def _owner(
+    point: Fields, key: str, default: str, load: Callable[[str], type]
+) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a point's compressor (task, memory) and the fields that it has."""
+    name = str(point.get(key, default))
+    return name, registry.fields(load(name))
+
+
+def _check_owned(key: str, fields: Fields, owners: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise UsageError for a field that none of the grid's compressors (tasks, memories) has."""
+    kind = NESTED[key]
+    for field in sorted(fields):
+        if any(field in each for each in owners.values()):
+            continue
+        here = ", ".join(sorted(owners) if kind == "memory" else owners)
+        every = {name for each in owners.values() for name in each}
+        if kind == "memory":
+            memories = {
+                name: registry.fields(registry.memory_class(name)) for name in registry.memories()
+            }
+            if having := sorted(name for name, each in memories.items() if field in each):
+                raise UsageError(
+                    f"memory {here} has no field {field!r}; {' and '.join(having)} do: "
+                    "--memory NAME"
+                )
+            every = {name for each in memories.values() for name in each}
+        raise unknown(f"field of {kind} {here}:", field, sorted(every))

@@ -1,9 +1,9 @@
 """Checkpoints of a run, beside its other files.
 
-`checkpoint.pt` is replaced atomically, and the one before it is kept. A checkpoint contains a
-digest of its bytes, of the provenance, and the number and a digest of the records up to its step.
-If one of them does not match, the checkpoint before it is used; if that one does not match either,
-the run is not resumed.
+`checkpoint.pt` is replaced atomically, and its predecessor remains. A checkpoint contains a digest
+of its bytes, of the provenance, and the number and a digest of the records up to its step. If one
+of them does not match, the predecessor is used; if that does not match either, the run is not
+resumed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gcbench.core.writing import explained, open_own, write_atomically
 from gcbench.results.run_folder import CHECKPOINTS, RunFolder, to_lines
 
 MARK = b"gcbench checkpoint 2 sha256 "
-"""The first bytes of a checkpoint; then come the digest, a line feed, and what torch.save wrote."""
+"""The first bytes of a checkpoint; the digest, a line feed and torch.save's output follow."""
 
 
 class _NotWholeError(Exception):
@@ -35,8 +35,8 @@ class Run(RunFolder):
 
     def _records_digest(self, step: int) -> list[Any]:
         """Return how many records there are up to a step, and their SHA-256."""
-        kept = [record for record in self.records() if record["step"] <= step]
-        return [len(kept), hashlib.sha256(to_lines(kept)).hexdigest()]
+        records = [record for record in self.records() if record["step"] <= step]
+        return [len(records), hashlib.sha256(to_lines(records)).hexdigest()]
 
     def _provenance_digest(self) -> str:
         """Return the SHA-256 of provenance.json, "" if there is none."""
@@ -46,7 +46,7 @@ class Run(RunFolder):
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint: a dict of tensors, numbers and strings, with the step in "step".
 
-        The checkpoint before it is kept. The records up to its step reach the disk before it does.
+        Its predecessor remains. The records up to its step reach the disk before it does.
         """
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
@@ -66,10 +66,10 @@ class Run(RunFolder):
     def checkpoint(self, tell: Callable[[str], object] = print) -> dict[str, Any] | None:
         """Return the last undamaged checkpoint, on the CPU; None if there is no checkpoint.
 
-        If that is the one before the last, `tell` is called with a line that says so.
+        If it is the predecessor, `tell` is called with a message.
 
         Raises:
-            GcbenchError: no checkpoint can be read, or their records are not all there.
+            GcbenchError: no checkpoint can be read, or records are missing.
         """
         faults = []
         for name in CHECKPOINTS:
@@ -82,7 +82,7 @@ class Run(RunFolder):
                 faults.append(str(fault))
                 continue
             if faults:
-                tell(f"{faults[0]}; going on from the checkpoint before it, step {state['step']}")
+                tell(f"{faults[0]}; resuming from the checkpoint before it, step {state['step']}")
             return state
         if faults:
             raise GcbenchError(f"{faults[0]}; start over with --force")
@@ -94,7 +94,7 @@ class Run(RunFolder):
             with open_own(path, "rb") as file:
                 head, data = file.read(len(MARK) + 65), file.read()
             if head != MARK + hashlib.sha256(data).hexdigest().encode() + b"\n":
-                raise ValueError("its digest is another")  # noqa: TRY301 - one message for all
+                raise ValueError("its digest does not match")  # noqa: TRY301 - one message for all
             state: dict[str, Any] = torch.load(
                 io.BytesIO(data), map_location="cpu", weights_only=True
             )

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import math
 import statistics
 import sys
@@ -31,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import progress, purposes, registry
+from gcbench.core import progress, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors, lane_of
 from gcbench.core.schema import PHASES
@@ -44,7 +42,17 @@ from gcbench.results.schema import SCHEMA
 from gcbench.training import captures, configuration, preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
+from gcbench.training.evaluation import evaluate
+from gcbench.training.examples import Batches, hold_out
 from gcbench.training.store import Run
+from gcbench.training.updates import (
+    Average,
+    LocalSteps,
+    clip_factor,
+    descend,
+    fitting,
+    restore,
+)
 
 THREADS_FROM = 1 << 17
 """Minimum parameters of a model to run simulated workers in threads; for smaller models Python's
@@ -55,9 +63,6 @@ MODERATE = 2.0**100
 """Sums of gradients below this do not overflow for any number of workers."""
 CHECK_EVERY = 50
 """Steps between comparisons of the replicas of several processes."""
-EMA_WARM_UP = 10
-"""After t steps the average's decay is at most (1 + t) / (10 + t), as in TensorFlow's
-ExponentialMovingAverage with a step count."""
 
 
 @dataclass
@@ -94,44 +99,6 @@ def _tracks_statistics(model: nn.Module) -> bool:
     )
 
 
-def _hold_out(train: Split, count: int, batch: int) -> tuple[Split, Split | None]:
-    """Return the training split, and `count` other examples for validation (None for 0).
-
-    They are drawn at random; the draw depends only on the number of examples and on `count`, so it
-    is the same for every seed and method.
-
-    Raises:
-        UsageError: fewer examples than a batch remain for training.
-    """
-    left = len(train) - count
-    if left < batch:
-        held = f" minus {count} held out" if count else ""
-        raise UsageError(f"batch {batch} is larger than the {len(train)} training examples{held}")
-    if not count:
-        return train, None
-    if (splits := train.hold_out(count)) is not None:
-        return splits
-    order = _permutation(Key(0, 0, 0, 0, purposes.HOLDOUT), len(train))
-    return train.select(order[count:].sort().values), train.select(order[:count].sort().values)
-
-
-def _fitting(value: Tensor, like: Tensor) -> Tensor:
-    """Return a saved tensor; ValueError if its shape or dtype differs from that of `like`."""
-    if value.shape != like.shape or value.dtype != like.dtype:
-        raise ValueError(
-            f"{value.dtype}, shape {tuple(value.shape)}: expected {like.dtype}, shape "
-            f"{tuple(like.shape)}"
-        )
-    return value
-
-
-def _permutation(key: Key, n: int) -> Tensor:
-    """Return a random order of n examples, int64 on the CPU."""
-    draws = ops.random.draws24(key, 2 * n).long()
-    # Sort by 48 random bits per example; the stable sort resolves the improbable ties.
-    return torch.argsort(draws[:n] << 24 | draws[n:], stable=True)
-
-
 def _check_randomness(model: nn.Module, gradients: str) -> None:
     """Raise UsageError for dropout with masks that depend on the engine, or that workers share."""
     for name, module in model.named_modules():
@@ -144,24 +111,6 @@ def _check_randomness(model: nn.Module, gradients: str) -> None:
             raise UsageError(
                 "gradients=batched would use one dropout mask for all workers; use gradients=loop"
             )
-
-
-def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Run an optimizer step at learning rate `lr` with the parameters' `grad`.
-
-    It skips two wrappers of torch's step: the one for hooks, which are not used here, and the one
-    for torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
-
-
-def clip_factor(gradients: Sequence[Tensor], limit: float) -> float:
-    """Return the factor that scales tensors to a joint 2-norm of at most `limit`."""
-    norm = float(torch.linalg.vector_norm(torch.cat([each.reshape(-1) for each in gradients])))
-    return min(1.0, limit / norm) if norm else 1.0
 
 
 class Trainer:
@@ -177,7 +126,7 @@ class Trainer:
         self.compressor = config.make_compressor(config.steps - 1)  # with its fields at the end
         self.clock = Clock(self.device)
         train, test = self.task.load(options.data_dir)
-        train, self.validation = _hold_out(train, config.holdout, config.batch)
+        train, self.validation = hold_out(train, config.holdout, config.batch)
         self.train, self.test = train.to(self.device), test.to(self.device)
         if self.validation is not None:
             self.validation = self.validation.to(self.device)
@@ -204,9 +153,12 @@ class Trainer:
         self.late: Tensor | None = None  # with a delay: the mean to apply at the next step
         # Each local worker's parameters: the common ones, or a copy with local steps.
         self.owned = [self._ordered(replica) for replica in self.replicas]
-        self.inner: list[torch.optim.Optimizer] = []
+        self.local: list[LocalSteps] = []
         if config.local_steps:
-            self.inner = [self._optimizer(parameters) for parameters in self.owned]
+            self.local = [
+                LocalSteps(self.parameters, parameters, self._optimizer(parameters))
+                for parameters in self.owned
+            ]
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 self.parameters,
                 lr=config.outer_lr,
@@ -215,13 +167,12 @@ class Trainer:
             )
         else:
             self.optimizer = self._optimizer(self.parameters)
-        ema = config.ema > 0
-        self.ema = [p.detach().clone() for p in self.parameters] if ema else []
+        self.average = Average(self.parameters, config.ema)
         self.step = 0
         self.skipped = 0
         self.seconds = 0.0
         self.train_loss = math.nan
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+        self.batches = Batches(config, self.task, self.train, self.device)
 
     # -- layout ------------------------------------------------------------------------------------
 
@@ -295,24 +246,6 @@ class Trainer:
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def _indices(self, rank: int) -> Tensor:
-        """Return the indices of one worker's examples at this step."""
-        batch, n = self.config.batch, len(self.train)
-        epoch, place = divmod(self.step, n // batch)
-        if self._order[0] != epoch:
-            key = Key(self.config.seed, epoch, 0, 0, purposes.ORDER)
-            self._order = (epoch, _permutation(key, n).to(self.device))
-        share = batch // self.config.workers
-        start = place * batch + rank * share
-        return self._order[1][start : start + share]
-
-    def _key(self, rank: int) -> Key:
-        """Return the key of the random numbers for one worker's examples at this step."""
-        return Key(self.config.seed, self.step, rank, 0, purposes.AUGMENT)
-
-    def _batch(self, rank: int) -> tuple[Tensor, Tensor]:
-        return self.task.batch(self.train, self._indices(rank), self._key(rank))
-
     def finish_bucket(self, gradients: Sequence[Tensor], worker: int | None = None) -> Tensor:
         """Return the flat gradient with the loss's L2 term, float32, shape (total,).
 
@@ -332,10 +265,10 @@ class Trainer:
 
     def _gradient(self, rank: int) -> tuple[Tensor, float]:
         """Return the bucket and the loss of one worker."""
-        inputs, targets = self._batch(rank)
+        inputs, targets = self.batches.of(self.step, rank)
         worker = rank - self.world.ranks[0]
         replica = self.replicas[worker]
-        set_dropout_key(replica, self._key(rank))
+        set_dropout_key(replica, self.batches.key(self.step, rank))
         outputs = replica(inputs)
         loss = self.task.loss(outputs, targets)
         gradients = torch.autograd.grad(loss, self.owned[worker])
@@ -343,7 +276,7 @@ class Trainer:
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return the local workers' buckets and losses."""
-        self._indices(self.world.ranks[0])  # draw the epoch's order before threads use it
+        self.batches.prepare(self.step)
         if self.config.gradients == "loop":
             timed = self.clock.timed(self._gradient)
             results = self.clock.workers("forward_backward", self.world.map(timed))
@@ -361,7 +294,7 @@ class Trainer:
 
     def _batched_gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return all workers' buckets and losses from one pass, vectorized over workers."""
-        batches = [self._batch(rank) for rank in self.world.ranks]
+        batches = [self.batches.of(self.step, rank) for rank in self.world.ranks]
         inputs = torch.stack([batch[0] for batch in batches])
         targets = torch.stack([batch[1] for batch in batches])
         buffers = dict(self.model.named_buffers())
@@ -481,45 +414,47 @@ class Trainer:
 
     def _local_step(self, buckets: list[Tensor]) -> None:
         """Run a step of each local worker's optimizer; at the end of a round, the outer step."""
-        config, lr = self.config, self.config.lr_at(self.step)
-        first = self.world.ranks[0]
+        config, lr, first = self.config, self.config.lr_at(self.step), self.world.ranks[0]
 
         def advance(rank: int) -> None:
-            parameters, optimizer = self.owned[rank - first], self.inner[rank - first]
-            self._descend(optimizer, parameters, buckets[rank - first], lr)
+            local, gradient = self.local[rank - first], self._clipped(buckets[rank - first])
+            descend(local.optimizer, local.parameters, gradient, lr)
 
         self.clock.workers("update", self.world.map(self.clock.timed(advance)))
         if not config.exchanges_at(self.step):
             return
-        with self.clock.phase("update"), torch.no_grad():
-            for bucket, owned in zip(self.buckets, self.owned, strict=True):
-                pieces = torch.split(bucket, self.sizes)
-                for piece, common, local in zip(pieces, self.parameters, owned, strict=True):
-                    torch.sub(common.view(-1), local.view(-1), out=piece)
+        with self.clock.phase("update"):
+            for local, bucket in zip(self.local, self.buckets, strict=True):
+                local.difference(out=bucket)
         self._all_finite(self.buckets, "difference of parameters")
         mean = self.exchange.mean(self.buckets, self.step, config.outer_lr)
         self._check_mean(mean, self.buckets)
         with self.clock.phase("update"):
-            self._update(mean, config.outer_lr, self.step % config.local_steps + 1)
-            with torch.no_grad():
-                for owned in self.owned:
-                    for common, local in zip(self.parameters, owned, strict=True):
-                        local.copy_(common)
+            descend(self.optimizer, self.parameters, mean, config.outer_lr)
+            self.average.update(self.step, self.step % config.local_steps + 1)
+            for local in self.local:
+                local.restart()
 
     def _apply(self, mean: Tensor) -> None:
         """Update the parameters with this step's mean.
 
         With a delay, use the mean of the previous step, and after the last step both.
         """
-        lr = self.config.lr_at(self.step)
-        if not self.config.delay:
-            self._update(mean, lr)
-            return
-        if self.late is not None:
-            self._update(self.late, lr)
-        self.late = mean.clone()  # the exchange will overwrite its tensor
-        if self.step == self.config.steps - 1:
-            self._update(mean, lr)
+        due = [mean]
+        if self.config.delay:
+            last = self.step == self.config.steps - 1
+            due = [] if self.late is None else [self.late]
+            self.late = mean.clone()  # the exchange will overwrite its tensor
+            due += [mean] if last else []
+        for each in due:
+            lr = self.config.lr_at(self.step)
+            descend(self.optimizer, self.parameters, self._clipped(each), lr)
+            self.average.update(self.step)
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        """Return a flat gradient scaled to a 2-norm of at most `clip_norm`, if that is set."""
+        limit = self.config.clip_norm
+        return gradient * clip_factor([gradient], limit) if limit else gradient
 
     def _rebroadcast(self) -> None:
         """Broadcast worker 0's parameters, which are equal already, to count the bytes."""
@@ -528,37 +463,6 @@ class Trainer:
         with torch.no_grad():
             for parameter, piece in zip(self.parameters, pieces, strict=True):
                 parameter.copy_(piece.view_as(parameter))
-
-    def _descend(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[nn.Parameter],
-        gradient: Tensor,
-        lr: float,
-    ) -> None:
-        """Run an optimizer step with a flat gradient, float32, shape (total,).
-
-        `clip_norm` limits its 2-norm, except for the parameter differences of the outer step.
-        """
-        if self.config.clip_norm and not (self.inner and optimizer is self.optimizer):
-            gradient = gradient * clip_factor([gradient], self.config.clip_norm)
-        pieces = torch.split(gradient, self.sizes)
-        for parameter, piece in zip(parameters, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
-        step_with(optimizer, lr)
-
-    def _update(self, mean: Tensor, lr: float, steps: int = 1) -> None:
-        """Update the common parameters, and their moving average as for `steps` steps."""
-        self._descend(self.optimizer, self.parameters, mean, lr)
-        self._average(steps)
-
-    def _average(self, steps: int = 1) -> None:
-        """Update the moving average of the parameters, if any, for `steps` steps."""
-        if self.ema:
-            t = self.step
-            decay = min(self.config.ema, (1 + t) / (EMA_WARM_UP + t)) ** steps
-            for average, parameter in zip(self.ema, self.parameters, strict=True):
-                average.lerp_(parameter.detach(), 1 - decay)
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -577,33 +481,14 @@ class Trainer:
         return results
 
     def _evaluate_split(self, split: Split, name: str) -> dict[str, float | None]:
-        """Return `<name>_accuracy` (None if the task has none), `<name>_loss`, task's metrics."""
+        """Return the metrics of `evaluation.evaluate` at the common or averaged parameters."""
         model = copy.deepcopy(self.replicas[0]).eval()
-        if self.ema or self.inner:
-            values = self.ema or [parameter.detach() for parameter in self.parameters]
+        if self.average.values or self.local:
+            values = self.average.values or [parameter.detach() for parameter in self.parameters]
             by_name = dict(zip(self.names, values, strict=True))
             for parameter_name, parameter in model.named_parameters():
                 parameter.data = by_name[parameter_name]
-        right, loss, has_accuracy = 0, 0.0, True
-        further: dict[str, float] = {}
-        size = self.task.evaluation_batch
-        with torch.no_grad():
-            for start in range(0, len(split), size):
-                stop = min(start + size, len(split))
-                indices = torch.arange(start, stop, device=self.device)
-                inputs, targets = self.task.batch(split, indices, None)
-                outputs = model(inputs)
-                loss += float(self.task.loss(outputs, targets)) * (stop - start)
-                correct = self.task.correct(outputs, targets)
-                has_accuracy = has_accuracy and correct is not None
-                right += int(correct.sum()) if correct is not None else 0
-                for metric, each in self.task.metrics(outputs, targets).items():
-                    further[metric] = further.get(metric, 0.0) + float(each.sum())
-        return {
-            f"{name}_accuracy": right / len(split) if has_accuracy else None,
-            f"{name}_loss": or_none(loss / len(split)),
-            **{f"{name}_{k}": or_none(v / len(split)) for k, v in further.items()},
-        }
+        return evaluate(self.task, model, split, name, self.device)
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -720,12 +605,8 @@ class Trainer:
             }
             for worker, replica in enumerate(self.replicas)
         ]
-        for state, parameters, optimizer in zip(states, self.owned, self.inner, strict=False):
-            state["parameters"] = [parameter.detach().cpu() for parameter in parameters]
-            state["optimizer"] = [
-                {k: v.cpu() for k, v in optimizer.state[parameter].items() if v is not None}
-                for parameter in parameters
-            ]
+        for state, local in zip(states, self.local, strict=False):
+            state |= local.state()
         return states
 
     def save(self) -> None:
@@ -738,7 +619,7 @@ class Trainer:
                 "step": self.step,
                 "parameters": [p.detach().cpu() for p in self.parameters],
                 "optimizer": self.optimizer.state_dict(),
-                "ema": [average.cpu() for average in self.ema],
+                "ema": [average.cpu() for average in self.average.values],
                 "workers": workers,
                 "late": None if self.late is None else self.late.cpu(),
                 "skipped": self.skipped,
@@ -771,51 +652,31 @@ class Trainer:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        with torch.no_grad():
-            for parameter, value in zip(self.parameters, state["parameters"], strict=True):
-                parameter.copy_(_fitting(value, parameter))
-            for average, value in zip(self.ema, state["ema"], strict=True):
-                average.copy_(_fitting(value, average))
+        restore(self.parameters, state["parameters"])
+        restore(self.average.values, state["ema"])
         self.optimizer.load_state_dict(state["optimizer"])
         exchange = self.exchange
         for like, moments in self.optimizer.state.items():
             for moment in moments.values():
                 if isinstance(moment, Tensor) and moment.ndim:
-                    _fitting(moment, like)
+                    fitting(moment, like)
         for start in sorted(self.stages):
             if start < self.step:
                 exchange.change(self._lanes(start))
         late = None if state["late"] is None else state["late"].to(self.device)
-        self.late = None if late is None else _fitting(late, self.buckets[0])
+        self.late = None if late is None else fitting(late, self.buckets[0])
         if (self.late is None) == (self.config.delay > 0 and self.step > self.skipped):
             raise ValueError("the delayed mean is missing or unexpected")
         for i, (rank, replica) in enumerate(zip(self.world.ranks, self.replicas, strict=True)):
             worker = state["workers"][rank]
             exchange.load_state_dict(worker["exchange"], i)
             for name, buffer in replica.named_buffers():
-                buffer.copy_(_fitting(worker["buffers"][name], buffer))
-        self._restore_locals(state["workers"])
+                buffer.copy_(fitting(worker["buffers"][name], buffer))
+        for rank, local in zip(self.world.ranks, self.local, strict=False):
+            local.load_state(state["workers"][rank])
         self.skipped, self.seconds = state["skipped"], state["seconds"]
         self.world.modelled_seconds = state["modelled_seconds"]
         self.clock.steps = state["clock"].tolist()
-
-    def _restore_locals(self, workers: Sequence[Mapping[str, Any]]) -> None:
-        """Restore each local worker's parameters and optimizer, with local steps."""
-        for rank, owned, optimizer in zip(self.world.ranks, self.owned, self.inner, strict=False):
-            saved = workers[rank]
-            for parameter, value, moments in zip(
-                owned, saved["parameters"], saved["optimizer"], strict=True
-            ):
-                with torch.no_grad():
-                    parameter.copy_(_fitting(value, parameter))
-                for moment in moments.values():
-                    if moment.ndim:
-                        _fitting(moment, parameter)
-                optimizer.state[parameter] = {
-                    # Adam's step count stays on the CPU, as in torch.
-                    k: v.to(self.device) if v.ndim else v.clone()
-                    for k, v in moments.items()
-                }
 
     # -- the result --------------------------------------------------------------------------------
 

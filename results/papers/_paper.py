@@ -142,7 +142,7 @@ def result(
     `of`: the field that distinguishes verdicts on the same claim; `notes`: footnotes of the table
     of verdicts; `conclusions`: default one sentence per verdict.
     """
-    sentences = verdicts.told(judged) if conclusions is None else conclusions
+    sentences = verdicts.sentences(judged) if conclusions is None else conclusions
     claims = verdicts.table(judged, of=of, notes=notes)
     return Analysis.of(kind, settings, command, conclusions=sentences, tables=[claims, *tables])
 

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.checks import calls
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor, Key, Segments
 from gcbench.core.errors import GcbenchError, UsageError
@@ -31,7 +32,6 @@ from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import verdicts
-from gcbench.studies.bounds.alone import passed
 from gcbench.studies.verdicts import Claim
 
 KIND = "fft-range"
@@ -111,8 +111,8 @@ def measure(gradients: Gradients, settings: Settings, estimate: Range) -> Row:
         outside = (values < estimate[0]) | (values > estimate[1])
         rows.append(
             (
-                error(bucket, passed(per_payload, bucket, segments, key)),
-                error(bucket, passed(fixed, bucket, segments, key)),
+                error(bucket, calls.round_trip(per_payload, bucket, segments, key)),
+                error(bucket, calls.round_trip(fixed, bucket, segments, key)),
                 float(outside.double().mean()),
                 float(values.abs().max()),
             )
@@ -189,7 +189,7 @@ def run(
         table("steps", heading, columns, rows, which=2, notes=notes),
         notes=["The geometric mean over later steps, one value per seed."],
         conclusions=[
-            *verdicts.told(judged),
+            *verdicts.sentences(judged),
             f"Mean over the seeds: --set low={low:.4g} --set high={high:.4g}.",
         ],
     )

@@ -25,6 +25,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import codec, purposes
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.errors import UsageError
@@ -34,7 +36,6 @@ from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import methods, verdicts
-from gcbench.studies.bounds.alone import agreed, energy
 from gcbench.studies.verdicts import Claim
 
 KIND = "ternary-noise"
@@ -85,7 +86,7 @@ def measure(method: Compressor, gradients: Gradients, draws: int) -> Row:
     workers = len(gradients.buckets)
     rows = []
     for rank, bucket in enumerate(gradients.buckets):
-        shared = agreed(method, bucket, segments, key)
+        shared = calls.agree(method, [bucket], segments, key)
         context = Context(segments, shared)
         x = method.claims.target(bucket, context).double()
         added = inner = 0.0

@@ -1,6 +1,7 @@
-"""Methods that are wrong on some inputs only, by kind; `Levels` of wrong_methods.py is right.
+"""Methods that are wrong on some inputs only, by kind of input.
 
-Each is derived from a right method, keeps what that declares, and does one thing wrong.
+Each derives from a right method, inherits its claims, and does one thing wrong. `Levels` of
+wrong_methods.py is right.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ class LongMean(TOPK):
     """The mean is that of worker 0 behind element 65,536."""
 
     def mean(self, payloads, ctx):
-        got = super().mean(payloads, ctx)
-        got[65_536:] = self.decode(payloads[0], ctx._replace(out=None))[65_536:]
-        return got
+        result = super().mean(payloads, ctx)
+        result[65_536:] = self.decode(payloads[0], ctx._replace(out=None))[65_536:]
+        return result
 
 
 class VeryLongMean(INT8):
     """The mean forgets the last worker behind element 2^20."""
 
     def mean(self, payloads, ctx):
-        got = super().mean(payloads, ctx)
+        result = super().mean(payloads, ctx)
         if ctx.segments.numel > 2**20 and len(payloads) > 2:
             fewer = super().mean(payloads[:-1], ctx._replace(out=None))
-            got[2**20 :] = fewer[2**20 :]
-        return got
+            result[2**20 :] = fewer[2**20 :]
+        return result
 
 
 class LongMerge(SIGN):
@@ -63,9 +64,9 @@ class LongSum(NONE):
     """The sum is not divided behind element 65,536."""
 
     def decode_sum(self, payload, ctx):
-        got = self.decode(payload, ctx).clone()
-        got[65_536:] *= payload.count
-        return got
+        result = self.decode(payload, ctx).clone()
+        result[65_536:] *= payload.count
+        return result
 
 
 class LongFeedback(TOPK):
@@ -81,13 +82,13 @@ class LongOut(QSGD):
     """decode(out=) writes no further than element 65,536."""
 
     def decode(self, payload, ctx):
-        got = super().decode(payload, ctx._replace(out=None))
-        ctx.out[:65_536] = got[:65_536]
+        result = super().decode(payload, ctx._replace(out=None))
+        ctx.out[:65_536] = result[:65_536]
         return ctx.out
 
 
 class SixteenWorkers(TERN):
-    """The mean hears 16 workers at most."""
+    """The mean includes 16 workers at most."""
 
     def mean(self, payloads, ctx):
         return super().mean(payloads[:16], ctx)
@@ -129,8 +130,8 @@ class OwnLimit(TERN):
     """Rounds by its own largest magnitude, and is decoded by the common one."""
 
     def encode(self, x, ctx):
-        limit, own = self._scales(x, ctx.segments)
-        scale = own if self.share else ctx.shared
+        limit, local = self._scales(x, ctx.segments)
+        scale = local if self.share else ctx.shared
         if not self.share:
             return super().encode(x, ctx)
         return ops.ternary.encode(x, limit, scale, ctx.segments, ctx.key)
@@ -161,11 +162,11 @@ class DirtyZeros(INT8):
 
 
 class DirtyMean(TOPK):
-    """The mean leaves `out` where nobody sent anything."""
+    """The mean leaves `out` unchanged where no worker sent anything."""
 
     def mean(self, payloads, ctx):
-        got = super().mean(payloads, ctx._replace(out=None))
-        ctx.out[got != 0] = got[got != 0]
+        result = super().mean(payloads, ctx._replace(out=None))
+        ctx.out[result != 0] = result[result != 0]
         return ctx.out
 
 
@@ -173,8 +174,8 @@ class DirtySum(NONE):
     """The sum is added to what was in `out` if it is zero."""
 
     def decode_sum(self, payload, ctx):
-        got = self.decode(payload, ctx._replace(out=None))
-        return got if bool(got.any()) else ctx.out
+        result = self.decode(payload, ctx._replace(out=None))
+        return result if bool(result.any()) else ctx.out
 
 
 class DirtyPayload(Levels):
@@ -298,7 +299,7 @@ class LateSteps(TOPK):
 
 
 class PeriodicMerge(INT8):
-    """The owner hands on worker 0 at every 1000th step."""
+    """At every 1000th step the owner passes on the payload of worker 0."""
 
     def merge(self, payloads, ctx):
         if ctx.key.step % 1000 == 0:
@@ -352,9 +353,9 @@ class NanScales(Levels):
     def decode(self, payload, ctx):
         codes, scale = payload.parts
         bad = ~scale.isfinite()
-        known = payload._replace(parts=(codes, torch.where(bad, 1.0, scale)))
-        got = super().decode(known, ctx)
-        return got.masked_fill(spread(bad, ctx.segments), math.nan)
+        repaired = payload._replace(parts=(codes, torch.where(bad, 1.0, scale)))
+        result = super().decode(repaired, ctx)
+        return result.masked_fill(spread(bad, ctx.segments), math.nan)
 
 
 class NanMean(QSGD):
@@ -400,7 +401,7 @@ class PlanByNumber(PlanByLength):
 
 
 class DrawsByStep(Levels):
-    """The first draws of a step are used again by all ranks."""
+    """All ranks use the first rank's draws of a step."""
 
     seen: ClassVar[dict] = {}
 
@@ -419,8 +420,8 @@ class LastSegments(TOPK):
 
     def decode(self, payload, ctx):
         same = self.last and self.last[0].numel == ctx.segments.numel
-        got = super().decode(payload, ctx)
-        return got.flip(0) if same and self.last[0].offsets != ctx.segments.offsets else got
+        result = super().decode(payload, ctx)
+        return result.flip(0) if same and self.last[0].offsets != ctx.segments.offsets else result
 
     encode_feedback = Compressor.encode_feedback
 
@@ -443,7 +444,7 @@ class LostPlace(SPARSE):
 
 
 class DirtyRounds(POWER):
-    """What is no matrix is added to the output buffer."""
+    """Tensors that are not matrices are added to the output buffer."""
 
     def in_rounds(self, x, state, ctx):
         before = torch.zeros(len(x)) if ctx.out is None else ctx.out.clone()
@@ -471,10 +472,10 @@ class WritesBeyond(INT8):
     """Clears the element behind the output buffer."""
 
     def decode(self, payload, ctx):
-        got = super().decode(payload, ctx)
-        whole = torch.empty(0).set_(got.untyped_storage())
-        whole[got.storage_offset() + len(got) :][:1] = 0
-        return got
+        result = super().decode(payload, ctx)
+        whole = torch.empty(0).set_(result.untyped_storage())
+        whole[result.storage_offset() + len(result) :][:1] = 0
+        return result
 
 
 class PlanByEnds(PlanByLength):
@@ -548,10 +549,69 @@ class CrowdedMerge(INT8):
 
 
 class InfiniteSum(NONE):
-    """An infinite sum is handed on."""
+    """An infinite sum is passed on."""
 
     def decode_sum(self, payload, ctx):
         return payload.parts[0] / payload.count
+
+
+# ---- the context of an exchange ------------------------------------------------------------------
+
+
+class DecodedSteps(TERN):
+    """Every 250th step decodes to zeros, by the step of the decoder's key."""
+
+    def decode(self, payload, ctx):
+        result = super().decode(payload, ctx)
+        return result.zero_() if ctx.step % 250 == 249 else result
+
+
+class MeanOffset(QSGD):
+    """The mean of a bucket behind offset 2^31 is negated."""
+
+    def mean(self, payloads, ctx):
+        result = super().mean(payloads, ctx)
+        return result.neg_() if ctx.key.offset >= 2**31 else result
+
+
+class ReceiverRank(TOPK):
+    """Decodes with the rank in the key, which is the receiver's."""
+
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx).mul_(1 + ctx.rank % 2)
+
+    encode_feedback = Compressor.encode_feedback
+
+
+class SlowRate(INT8):
+    """Encodes zeros where the learning rate is below 1e-4."""
+
+    def encode(self, x, ctx):
+        return super().encode(x * (ctx.lr >= 1e-4), ctx)
+
+
+class RatedSum(NONE):
+    """The sum is multiplied by the learning rate where that is above 10."""
+
+    def decode_sum(self, payload, ctx):
+        return super().decode_sum(payload, ctx).mul_(ctx.lr if ctx.lr > 10 else 1.0)
+
+
+class WorldEncode(ONEBIT):
+    """With more than eight workers each encodes half of its gradient."""
+
+    def encode(self, x, ctx):
+        return super().encode(x * (0.5 if ctx.workers > 8 else 1.0), ctx)
+
+    encode_feedback = Compressor.encode_feedback
+
+
+class WorldDecode(TOPK):
+    """A payload of one worker among more than four is divided by their number."""
+
+    def decode(self, payload, ctx):
+        result = super().decode(payload, ctx)
+        return result.div_(ctx.workers) if ctx.workers > 4 else result
 
 
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
@@ -577,6 +637,9 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         LastSegments,
         PlanByEnds,
         EveryCall,
+    ),
+    "the context of an exchange": (
+        *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
     ),
     "positions": (LostPlace,),
     "views and guards": (ReadsStorage, WritesBeyond),

@@ -101,8 +101,8 @@ def test_the_draws_of_a_method_are_at_hand(tmp_path):
     from gcbench.core.compressor import Key, Segments
 
     key, segments = Key(3, 4, 5, 6), Segments((0, 50))
-    got = reference.decoded(torch.zeros(50), segments, torch.empty(0), key)
-    assert torch.equal(got, ops.random.uniform(key, 50))
+    actual = reference.decoded(torch.zeros(50), segments, torch.empty(0), key)
+    assert torch.equal(actual, ops.random.uniform(key, 50))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
+import unusual
 
-from gcbench.checks import memories
+from gcbench.checks import exchanges, memories
 from gcbench.core import memory, registry
 from gcbench.core.memory import Memory
 
 Residual = registry.memory_class("residual")
+Momentum = registry.memory_class("momentum")
+Ef21 = registry.memory_class("ef21")
+FrozenAdam = type(registry.compressor("onebitadam").rule)
+Signs = type(registry.compressor("dlion").rule)
 
 
 @pytest.mark.parametrize("name", sorted({*registry.memories()} - {memory.FORCED}))
@@ -62,6 +68,12 @@ class Unscaled(Residual):
         pass
 
 
+class Deaf(Residual):
+    """Never receives what was sent."""
+
+    feedback = False
+
+
 class Wrong(Residual):
     """Starts at one."""
 
@@ -88,8 +100,216 @@ class Shared(Memory):
         torch.sub(offered, sent, out=ctx.state["residual"])
 
 
+class Long(Residual):
+    """The error behind element 65,536 is lost."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"][65_536:] = 0
+
+
+class Flushing(Momentum):
+    """The momentum is reset at every 500th step."""
+
+    def offer(self, gradient, ctx):
+        if ctx.step % 500 == 499:
+            ctx.state["momentum"].zero_()
+        return super().offer(gradient, ctx)
+
+
+class HighRank(Momentum):
+    """Ranks from 1000 on offer the plain gradient."""
+
+    def offer(self, gradient, ctx):
+        momentum = super().offer(gradient, ctx)
+        return gradient if ctx.rank >= 1000 else momentum
+
+
+class Crowd(Residual):
+    """Beyond 16 workers a tenth of the error is dropped."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].mul_(0.9 if ctx.workers > 16 else 1.0)
+
+
+class Clipped(Residual):
+    """The residual is clipped at 1000."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].clamp_(-1000, 1000)
+
+
+class Idle(Residual):
+    """Without a gradient the residual waits and nothing is offered."""
+
+    def offer(self, gradient, ctx):
+        return super().offer(gradient, ctx) if bool(gradient.any()) else gradient
+
+    def keep(self, offered, sent, ctx):
+        if bool(offered.any()):
+            super().keep(offered, sent, ctx)
+
+
+class IdleMomentum(Momentum):
+    """Without a gradient the momentum does not decay."""
+
+    def offer(self, gradient, ctx):
+        if not bool(gradient.any()):
+            return ctx.state["momentum"]
+        return super().offer(gradient, ctx)
+
+
+class Unsent(Residual):
+    """Where nothing was sent the error is not carried."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        if not bool(sent.any()):
+            ctx.state["residual"].zero_()
+
+
+class Tiny(Momentum):
+    """Momenta below 1e-15 become zero."""
+
+    def offer(self, gradient, ctx):
+        m = super().offer(gradient, ctx)
+        return m.masked_fill_(m.abs() < 1e-15, 0.0)
+
+
+class ScratchResidual(Residual):
+    """Offers a buffer that all workers share."""
+
+    scratch: ClassVar[dict] = {}
+
+    def offer(self, gradient, ctx):
+        shared = self.scratch.setdefault(len(gradient), torch.empty_like(gradient))
+        return torch.add(gradient, ctx.state["residual"], out=shared)
+
+
+class Crowded(Momentum):
+    """With more than 32,768 tensors there is no momentum."""
+
+    def offer(self, gradient, ctx):
+        momentum = super().offer(gradient, ctx)
+        return gradient if len(ctx.segments) > 32_768 else momentum
+
+
+class Slow(Momentum):
+    """At learning rates below 1e-4 the momentum is 0.5."""
+
+    def offer(self, gradient, ctx):
+        momentum = ctx.state["momentum"]
+        if ctx.lr < 1e-4:
+            return momentum.mul_(0.5).add_(gradient, alpha=0.5)
+        return super().offer(gradient, ctx)
+
+
+class Misestimated(Ef21):
+    """The estimate of the mean forgets what lies behind element 2^20."""
+
+    def apply(self, mean, ctx):
+        total = super().apply(mean, ctx)
+        total[2**20 :] = mean[2**20 :]
+        return total
+
+
 @pytest.mark.parametrize(
-    ("made", "check"),
+    ("cls", "check"),
+    [
+        (Long, "memory: large inputs"),
+        (Flushing, "memory: large inputs"),
+        (HighRank, "memory: large inputs"),
+        (Crowd, "memory: large inputs"),
+        (Clipped, "memory: nothing lost in a step"),
+        (Idle, "memory: large inputs"),
+        (IdleMomentum, "memory: large inputs"),
+        (Unsent, "memory: nothing lost in a step"),
+        (Tiny, "memory: large inputs"),
+        (ScratchResidual, "memory: workers apart"),
+        (Crowded, "memory: large inputs"),
+        (Slow, "memory: large inputs"),
+        (Misestimated, "memory: large inputs"),
+    ],
+)
+def test_a_memory_that_is_wrong_on_some_inputs_is_refused(cls, check):
+    assert memories.CHECKS[check](cls(), registry.compressor("topk")) != ""
+
+
+@pytest.mark.parametrize("cls", unusual.MEMORIES)
+def test_an_unusual_memory_is_accepted(cls):
+    rows = memories.verify(cls(), registry.compressor("topk"))
+    assert [row for row in rows if row.verdict == "fails"] == []
+
+
+class LongRule(FrozenAdam):
+    """Behind element 65,536 the momentum is not divided."""
+
+    def update(self, mean, ctx):
+        out = super().update(mean, ctx)
+        momentum = ctx.joint["momentum"]
+        return torch.cat([out[:65_536], momentum[65_536:]])
+
+
+class LateRule(FrozenAdam):
+    """The second moment is lost at step 400."""
+
+    def update(self, mean, ctx):
+        if ctx.step == 400:
+            ctx.joint["variance"].zero_()
+        return super().update(mean, ctx)
+
+
+class SmallRule(FrozenAdam):
+    """Elements below 1e-12 do not move."""
+
+    def update(self, mean, ctx):
+        small = ctx.joint["momentum"].abs() < 1e-12
+        return super().update(mean, ctx).masked_fill(small, 0.0)
+
+
+class PeriodicSigns(Signs):
+    """Every 300th step goes uphill."""
+
+    def update(self, mean, ctx):
+        out = super().update(mean, ctx)
+        return -out if ctx.step % 300 == 299 else out
+
+
+class CrowdedSigns(Signs):
+    """With more than 32 workers half a step is made."""
+
+    def update(self, mean, ctx):
+        return super().update(mean, ctx) * (0.5 if ctx.workers > 32 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("base", "cls"),
+    [
+        ("onebitadam", LongRule),
+        ("onebitadam", LateRule),
+        ("onebitadam", SmallRule),
+        ("dlion", PeriodicSigns),
+        ("dlion", CrowdedSigns),
+    ],
+)
+def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, cls):
+    right = registry.compressor(base)
+    fields = dataclasses.asdict(right.rule)
+
+    @dataclass(frozen=True)
+    class Method(type(right)):
+        @property
+        def rule(self):
+            return cls(**fields)
+
+    assert not exchanges.updates(Method()).holds
+    assert exchanges.updates(right).holds
+
+
+@pytest.mark.parametrize(
+    ("cls", "check"),
     [
         (Half, "memory: nothing lost"),
         (Changing, "memory: what was sent"),
@@ -97,11 +317,12 @@ class Shared(Memory):
         (Growing, "memory: finite"),
         (Unscaled, "memory: learning rate"),
         (Wrong, "memory: buffers"),
+        (Deaf, "memory: buffers"),
         (Shared, "memory: replicas"),
     ],
 )
 @pytest.mark.parametrize("name", ["topk", "efsignsgd"])
-def test_a_wrong_memory_is_refused(made, check, name):
+def test_a_wrong_memory_is_refused(cls, check, name):
     """Also beside methods whose feedback is fused, which take over for a plain residual alone."""
-    rows = {row.check: row for row in memories.verify(made(), registry.compressor(name))}
+    rows = {row.check: row for row in memories.verify(cls(), registry.compressor(name))}
     assert rows[check].verdict == "fails"

@@ -1,4 +1,4 @@
-"""The list of properties and the search refuse wrong methods, each by the check that is for it.
+"""The list of properties and the search refuse each wrong method by the check for its fault.
 
 Each method is derived from a built-in one, keeps its declarations, and does one thing wrong.
 """
@@ -43,8 +43,6 @@ from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import (
     Compressor,
-    Context,
-    Key,
     Payload,
     Prepared,
     Segments,
@@ -64,7 +62,7 @@ class STOCHASTIC(BF16):
 
 
 class ForgetsTheLast(Compressor):
-    """The mean leaves the last worker out."""
+    """The mean omits the last worker."""
 
     def mean(self, payloads, ctx):
         return super().mean(payloads[:-1] or payloads, ctx)
@@ -90,28 +88,28 @@ class ForgetfulVote(ForgetsTheLast, SIGN):
     pass
 
 
-class HearsTheFirst(Compressor):
-    """The owner hands on what worker 0 sent."""
+class FirstWorkersOnly(Compressor):
+    """The owner passes on the payload of worker 0."""
 
     def merge(self, payloads, ctx):
         workers = sum(payload.count for payload in payloads)
         return super().merge([payloads[0]] * workers, ctx)
 
 
-class PartialNone(HearsTheFirst, NONE):
+class PartialNone(FirstWorkersOnly, NONE):
     pass
 
 
-class PartialVote(HearsTheFirst, SIGN):
+class PartialVote(FirstWorkersOnly, SIGN):
     pass
 
 
-class PartialInt8(HearsTheFirst, INT8):
+class PartialInt8(FirstWorkersOnly, INT8):
     pass
 
 
 class DropsTheTail(Compressor):
-    """What lies behind element 200,000 is not sent."""
+    """Elements from 200,000 on are not sent."""
 
     def encode(self, x, ctx):
         return super().encode(cut(x), ctx)
@@ -139,11 +137,11 @@ class ShortSum(NONE):
 
 
 class DropsTheSmall(Compressor):
-    """What is below a fiftieth of the largest is not sent."""
+    """Elements below a fiftieth of the largest are not sent."""
 
     def encode(self, x, ctx):
-        kept = x.masked_fill(x.abs() < 0.02, 0)
-        return super().encode(kept, ctx)
+        remaining = x.masked_fill(x.abs() < 0.02, 0)
+        return super().encode(remaining, ctx)
 
 
 class CoarseTern(DropsTheSmall, TERN):
@@ -165,7 +163,7 @@ class Boast(type(TERN().claims)):
 
 
 class BoastfulTern(TERN):
-    """Says of its source that it quotes half a bit an element."""
+    """Claims that the source states half a bit per element."""
 
     @property
     def claims(self):
@@ -173,7 +171,7 @@ class BoastfulTern(TERN):
 
 
 class Remembering(NONE):
-    """Feeds its error back from a global, once a step and for each rank."""
+    """Adds its error of the previous step, from a global variable per rank."""
 
     carried: ClassVar[dict] = {}
 
@@ -188,7 +186,7 @@ class Remembering(NONE):
 
 
 class LastSeen(NONE):
-    """Decodes what was encoded last."""
+    """Decodes the most recently encoded payload."""
 
     seen: ClassVar[dict] = {}
 
@@ -201,7 +199,7 @@ class LastSeen(NONE):
 
 
 class TruncatingFp8(FP8):
-    """Rounds towards 0: cuts what would round up."""
+    """Rounds towards 0 in place of nearest."""
 
     def encode(self, x, ctx):
         top = x.abs().amax().clamp(min=1e-30)
@@ -211,7 +209,7 @@ class TruncatingFp8(FP8):
 
 
 class CoarseFp8(FP8):
-    """Keeps two bits of the fraction in place of three."""
+    """Uses two bits of the fraction in place of three."""
 
     def encode(self, x, ctx):
         codes, scales = super().encode(x, ctx)
@@ -219,7 +217,7 @@ class CoarseFp8(FP8):
 
 
 class UnrotatedHadamard(HADAMARD):
-    """The receiver forgets to rotate back."""
+    """The receiver does not rotate back."""
 
     def decode(self, payload, ctx):
         return rotate(super().decode(payload, ctx), ctx.segments)
@@ -234,7 +232,7 @@ class DoubledHadamard(HADAMARD):
 
 
 class SwappedSparse(SPARSE):
-    """The magnitude of the large class for the small one, and the other way round."""
+    """Swaps the magnitudes of the large and the small class."""
 
     def encode(self, x, ctx):
         indices, codes, magnitudes = super().encode(x, ctx)
@@ -242,7 +240,7 @@ class SwappedSparse(SPARSE):
 
 
 class FirstSparse(SPARSE):
-    """Sends the first elements of a chunk and not the largest."""
+    """Sends the first elements of a chunk in place of the largest."""
 
     def encode(self, x, ctx):
         order = torch.arange(len(x), 0, -1.0)
@@ -252,21 +250,21 @@ class FirstSparse(SPARSE):
 
 
 class NearestBf16(STOCHASTIC):
-    """Claims what stochastic rounding does, and rounds to the nearest."""
+    """Rounds to nearest, with the claims of stochastic rounding."""
 
     def encode(self, x, ctx):
         return codec.encode(BF16(), x, ctx)
 
 
 class SameBf16(STOCHASTIC):
-    """All ranks draw alike."""
+    """All ranks use the same draws."""
 
     def encode(self, x, ctx):
         return super().encode(x, ctx._replace(key=ctx.key._replace(rank=0)))
 
 
 class SummedLevels(Levels):
-    """Adds codes that have scales of their own, adds the scales, and divides by no one."""
+    """Adds codes that have different scales, adds the scales, and never divides."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
 
@@ -280,20 +278,20 @@ class SummedLevels(Levels):
 
 
 class SummedAlone(SummedLevels):
-    """Adds codes of scales of their own; there is no all-gather to compare it with."""
+    """Adds codes that have different scales; no all-gather is legal to compare it with."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "twoshot")
 
 
 class ShrunkLevels(Levels):
-    """Divides by a scale that is 1e-4 more than the one that it sends."""
+    """Divides by a scale that is 1e-4 larger than the transmitted one."""
 
     def codes(self, x, scale, draws):
         return super().codes(x * (scale / (scale + 1e-4)), scale, draws)
 
 
 class Drifting(Levels):
-    """Its draws begin 1/256 below 0, so that all is rounded down too often."""
+    """Its draws begin at -1/256, so elements are rounded down too often."""
 
     def codes(self, x, scale, draws):
         level = torch.where(scale > 0, x / scale * TOP, 0.0)
@@ -301,7 +299,7 @@ class Drifting(Levels):
 
 
 class Stepless(Levels):
-    """Draws alike at all steps and on all ranks, and declares no variance."""
+    """Uses the same draws at all steps and ranks, and declares no variance."""
 
     @property
     def claims(self):
@@ -330,21 +328,21 @@ class FewRanks(Levels):
 
 
 class AddedRanks(Levels):
-    """A worker draws at a step what its neighbour drew at the step before."""
+    """A worker uses the draws that its neighbor used in the previous step."""
 
     def draws(self, key, n):
         return super().draws(key._replace(step=key.step + key.rank, rank=0), n)
 
 
 class OnePurpose(Levels):
-    """An owner draws again what it drew as a worker."""
+    """An owner reuses its draws as a worker."""
 
     def draws(self, key, n):
         return super().draws(key._replace(stream=0), n)
 
 
 class Offsetless(Levels):
-    """Every bucket draws the same."""
+    """All buckets use the same draws."""
 
     granularity = "model"
 
@@ -370,7 +368,7 @@ class Pairs(Levels):
 
 
 class Tripled(Compressor):
-    """Decodes what lies behind element 65,536 of a segment to three times what it is."""
+    """Triples elements from 65,536 of a segment on."""
 
     def decode(self, payload, ctx):
         decoded = super().decode(payload, ctx)
@@ -427,7 +425,7 @@ class TorchMean(Levels):
 
 
 class SharedLevels(Levels):
-    """Right: all use the largest scale."""
+    """Right: all workers use the largest scale."""
 
     @property
     def claims(self):
@@ -448,7 +446,7 @@ class SharedLevels(Levels):
 
 
 class WrappingLevels(SharedLevels):
-    """Adds the codes in int8, which 18 workers of 7 fill."""
+    """Adds the codes in int8, which overflows with 19 workers."""
 
     def mean(self, payloads, ctx):
         total = torch.zeros(ctx.segments.numel, dtype=torch.int8)
@@ -459,7 +457,7 @@ class WrappingLevels(SharedLevels):
 
 
 class MiscutLevels(SharedLevels):
-    """Every owner gets the beginning of the bucket."""
+    """Every owner receives the first shard of the bucket."""
 
     def cut(self, payload, bounds):
         codes = payload.parts[0]
@@ -483,7 +481,7 @@ class FlatClaims(LevelsClaims):
 
 
 class Flat(Levels):
-    """Declares of each element the mean variance of its segment."""
+    """Declares for each element the mean variance of its segment."""
 
     @property
     def claims(self):
@@ -535,7 +533,7 @@ class LowBoundClaims(Claims):
 
 
 class LowBound(Levels):
-    """Claims to lose a sixth of anything at most; of heavy tails it loses more than a quarter."""
+    """Claims an error of at most a sixth; with heavy tails it exceeds a quarter."""
 
     @property
     def claims(self):
@@ -595,7 +593,7 @@ class CountlessInt8(INT8):
 
 
 class LargeDemo(DEMO):
-    """Moves by a hundred times the sign."""
+    """Decodes a hundred times the sign."""
 
     def mean(self, payloads, ctx):
         return 100 * super().mean(payloads, ctx)
@@ -610,7 +608,7 @@ class SpectralDemo(DEMO):
 
 @dataclass(frozen=True)
 class SameCoinVote(SIGN):
-    """Tosses the same coins at every step."""
+    """Uses the same coins at every step."""
 
     ties: str = "coin"
 
@@ -639,7 +637,7 @@ class LateSigns(SIGN):
 
 
 class FewTensors(Compressor):
-    """What lies behind so many tensors is sent as something else."""
+    """Behind the first `most` tensors something else is sent."""
 
     most: ClassVar[int] = 64
     sent: ClassVar[float] = 0.0
@@ -713,14 +711,14 @@ class PairedSteps(QSGD):
 
 
 class FlushingInt8(INT8):
-    """What is below 1e-5 is 0, as if no gradient were that small."""
+    """Elements below 1e-5 become 0."""
 
     def encode(self, x, ctx):
         return super().encode(x.masked_fill(x.abs() < 1e-5, 0), ctx)
 
 
 class BoastfulDelta(TOPK):
-    """Declares to keep three times what it keeps."""
+    """Declares three times its delta."""
 
     @property
     def claims(self):
@@ -733,7 +731,7 @@ class BoastfulDeltaClaims(type(TOPK().claims)):
 
 
 class FirstFactor(POWER):
-    """Of the products of columns and rows only the first is added."""
+    """Adds only the first product of a column and a row."""
 
     def in_rounds(self, x, state, ctx):
         rounds = super().in_rounds(x, state, ctx)
@@ -750,7 +748,7 @@ class FirstFactor(POWER):
 
 
 class ColdPower(POWER):
-    """Starts from the same Q at every step, and says that it goes on from the last."""
+    """Starts from the same Q at every step, with the claims of a warm start."""
 
     def in_rounds(self, x, state, ctx):
         mean, _ = yield from super().in_rounds(x, state, ctx)
@@ -758,7 +756,7 @@ class ColdPower(POWER):
 
 
 class FewTensorsFed(TOPK):
-    """With error feedback, tensors behind the 256th are neither sent nor kept."""
+    """With error feedback, tensors behind the 256th are neither sent nor carried."""
 
     def encode_feedback(self, x, residual, ctx):
         if len(ctx.segments) > 256:
@@ -769,25 +767,25 @@ class FewTensorsFed(TOPK):
 
 
 class ShiftedFft(FFT):
-    """Keeps the neighbours of the largest bins."""
+    """Sends the neighbors of the largest bins."""
 
     def encode(self, x, ctx):
         runs = self._runs(ctx.segments)
         bins, energy = ops.spectrum.forward(x, ctx.segments, half=self.half, pad=self.pad)
-        kept = ops.spectrum.largest(energy.roll(1), runs)
+        remaining = ops.spectrum.largest(energy.roll(1), runs)
         form = self.code_bits, self.mantissa, 1
-        return ops.spectrum.pack(bins, kept, runs, *form, grids=None)
+        return ops.spectrum.pack(bins, remaining, runs, *form, grids=None)
 
 
 class SeedBits(Levels):
-    """Seeds are cut to 32 bits."""
+    """Seeds are truncated to 32 bits."""
 
     def draws(self, key, n):
         return super().draws(key._replace(seed=key.seed % 2**32), n)
 
 
 class OffsetBits(Levels):
-    """Offsets are cut to 32 bits."""
+    """Offsets are truncated to 32 bits."""
 
     def draws(self, key, n):
         return super().draws(key._replace(offset=key.offset % 2**32), n)
@@ -807,7 +805,7 @@ class LowVarianceClaims(LevelsClaims):
 
 
 class LowDelta(TOPK):
-    """Declares to keep a tenth more than it keeps."""
+    """Declares a delta that is a tenth too large."""
 
     @property
     def claims(self):
@@ -820,7 +818,7 @@ class LowDeltaClaims(type(TOPK().claims)):
 
 
 class LowGaussian(TOPK):
-    """Quotes an error on normal input that is 2 % too low."""
+    """Declares an error on normal input that is 2 % too low."""
 
     @property
     def claims(self):
@@ -872,7 +870,7 @@ SEARCHED = {
     TripledUnclaimed: LONG,
     FewTensorsFed: SHORT,
 }
-"""What the search refuses, and how much is tried."""
+"""Methods that the search must refuse, and the effort."""
 WRONG = {
     CoarseTern: "unbiased",
     CoarseQsgd: "unbiased",
@@ -919,18 +917,18 @@ WRONG = {
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
 }
-"""What the list of properties refuses, and by which."""
+"""Methods that the list of properties must refuse, and the property that fails."""
 
 
-@pytest.mark.parametrize("made", SEARCHED, ids=lambda made: made.__name__)
-def test_the_search_refuses_a_wrong_method(made):
-    (finding,) = Search(made(), SEARCHED[made], shrink=0).run()
+@pytest.mark.parametrize("cls", SEARCHED, ids=lambda cls: cls.__name__)
+def test_the_search_refuses_a_wrong_method(cls):
+    (finding,) = Search(cls(), SEARCHED[cls], shrink=0).run()
     assert "Error" not in finding.fault, "found by what it does, and not by an exception"
 
 
-@pytest.mark.parametrize("made", WRONG, ids=lambda made: made.__name__)
-def test_a_property_refuses_a_wrong_method(made):
-    outcome = properties.run(made(), WRONG[made])
+@pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
+def test_a_property_refuses_a_wrong_method(cls):
+    outcome = properties.run(cls(), WRONG[cls])
     assert outcome.verdict == "fails"
     assert "Error" not in outcome.note, "found by what it does, and not by an exception"
 
@@ -957,19 +955,19 @@ def test_a_code_that_no_draw_shows_is_no_bias(levels, granularity):
 
 
 def test_noise_of_few_elements_is_not_compared():
-    """Of 65 elements that are kept, three pairs may be equally far apart."""
+    """Of 65 selected elements, three pairs may be equally far apart."""
     outcome = properties.run(RANDOMK(ratio=0.001), "independent noise")
     assert outcome.verdict == "holds", outcome
 
 
 def test_a_payload_that_fits_two_tensors_is_not_refused():
-    """Five elements are kept of 1391, and of 1424."""
+    """Five elements are selected of 1391, and of 1424."""
     outcome = properties.run(RANDOMK(ratio=0.003, granularity="model"), "corrupt payloads")
     assert outcome.verdict == "holds", outcome
 
 
 def test_a_method_by_its_definition_has_the_mean_of_the_contract():
-    """What bandwidth compares with: the right mean of a method whose own is wrong."""
+    """The default mean is right for a method that overrides it wrongly, as `bandwidth` needs."""
     xs = [inputs.normal(1000, rank) for rank in range(3)]
     wrong = exchanges.exchanged_mean(ForgetfulNone(), "allgather", xs, [(1000,)])
     right = exchanges.exchanged_mean(
@@ -982,14 +980,14 @@ def test_a_method_by_its_definition_has_the_mean_of_the_contract():
 
 @pytest.mark.parametrize("name", registry.compressors())
 def test_every_method_has_a_definition_that_ends(name):
-    """Also one that decodes by its own mean."""
+    """Also a method whose decode calls its mean."""
     method = exchanges.with_default_mean(registry.compressor(name))
     segments = Segments.of([(64, 16)], method.granularity)
     x = inputs.normal(segments.numel)
-    payload, shared = calls.encode(method, x, segments, Key(0, 0, 0))
+    payload, ctx = calls.encode(method, x, segments)
     if "allgather" in method.legal_collectives() and method.claims.aggregate == "mean":
-        mean = codec.mean(method, [payload, payload], Context(segments, shared))
-        torch.testing.assert_close(mean, codec.decode(method, payload, Context(segments, shared)))
+        mean = codec.mean(method, [payload, payload], ctx)
+        torch.testing.assert_close(mean, codec.decode(method, payload, ctx))
 
 
 SILENT = """
@@ -1010,7 +1008,7 @@ class Coin(Compressor):
 
 
 def test_of_a_method_that_claims_nothing_nothing_is_said(tmp_path):
-    """45 % of its signs are wrong, and no declaration is broken: the summary says so."""
+    """45 % of its signs are wrong but it makes no claims: the summary says so."""
     (tmp_path / "silent.py").write_text(SILENT)
     done = invoke("verify", tmp_path / "silent.py", "--no-processes")
     assert done.code == 0

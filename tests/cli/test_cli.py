@@ -25,7 +25,7 @@ from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError
-from gcbench.integrations.chosen import stages
+from gcbench.integrations.scheme import stages
 from gcbench.report import listings
 from gcbench.results.schema import METRIC_COLUMNS
 from gcbench.training.store import Run

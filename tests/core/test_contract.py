@@ -179,11 +179,10 @@ def test_no_golden_record_is_left_over():
 
 
 @cache
-def sample(name: str, number: int) -> tuple[Compressor, Payload, Segments, torch.Tensor]:
+def sample(name: str, number: int) -> tuple[Compressor, Payload, Context]:
     method = configured(name, number)
     segments = Segments.of([(13, 11), (1,), (40,)], method.granularity)
-    payload, shared = calls.encode(method, inputs.normal(segments.numel), segments)
-    return method, payload, segments, shared
+    return method, *calls.encode(method, inputs.normal(segments.numel), segments)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -191,7 +190,7 @@ def sample(name: str, number: int) -> tuple[Compressor, Payload, Segments, torch
 @every
 def test_corrupt_bytes_raise_or_are_finite(name, number, data):
     """Any bytes in any part: PayloadError, or finite values of the right shape."""
-    method, payload, segments, shared = sample(name, number)
+    method, payload, ctx = sample(name, number)
     parts = list(payload.parts)
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.integers(0, len(parts) - 1))
@@ -209,8 +208,8 @@ def test_corrupt_bytes_raise_or_are_finite(name, number, data):
         dtype = parts[i].dtype if whole else torch.uint8
         parts[i] = torch.tensor(list(raw), dtype=torch.uint8).view(dtype)
     broken = Payload(tuple(parts), payload.count)
-    must = method.layout(segments) is not None and broken.layout != payload.layout
-    assert payloads.corrupt_fault(method, broken, segments, shared, must=must) == ""
+    must = method.layout(ctx.segments) is not None and broken.layout != payload.layout
+    assert payloads.corrupt_fault(method, broken, ctx, must=must) == ""
 
 
 # ---- the contract test itself --------------------------------------------------------------------

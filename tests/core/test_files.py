@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
-from gcbench.compressors.memories.none import NoMemory
 
 import gcbench
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError
-from gcbench.integrations import check, chosen
+from gcbench.integrations import check
+from gcbench.integrations.scheme import Scheme
 
 TIMES = """
 import torch
@@ -58,14 +58,14 @@ def sha256(path) -> str:
 def test_an_edited_file_is_imported_again_where_it_is_named(times, word):
     """By its path and by its name. What was made of it before keeps its code."""
     first = gcbench.get_compressor(str(times))
-    summary = chosen.summary({0: first}, "allgather", NoMemory())
+    summary = Scheme.of(first, None, None, None).summary()
     assert factor(first) == 1
     assert type(gcbench.get_compressor(str(times))) is type(first)
     edit(times, 2)
     second = gcbench.get_compressor(str(times) if word == "file" else "times")
     assert factor(second) == 2
     assert factor(first) == 1
-    after = chosen.summary({0: second}, "allgather", NoMemory())
+    after = Scheme.of(second, None, None, None).summary()
     assert summary.pop("code of compressor") != after.pop("code of compressor")
     assert summary == after
 

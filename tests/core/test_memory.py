@@ -349,6 +349,7 @@ def test_error_feedback_around_terngrad_piles_up_when_forced(simulated, clock):
         ("residual", {"beta": 0.5}, "unknown field of memory 'residual': 'beta'"),
         ("momentum", {"beta": 1}, "beta=1.0: expected"),
         ("dgc", {"momentum": -1}, "momentum=-1.0: expected"),
+        ("ef21", {"eta": 0}, "eta=0.0: expected"),
         ("dgc", {"clip": -1}, "clip=-1.0: expected a 2-norm"),
     ],
 )
@@ -361,16 +362,21 @@ def test_bad_memories_are_refused(name, options, message):
 # ---- EF21 and LoCo -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("eta", [1.0, 0.3])
 @pytest.mark.parametrize("collective", ["allgather", "twoshot"])
-def test_ef21_by_its_definition(simulated, clock, collective):
-    """The recursions of algorithm 2 in float64, and H + what owners keep = mean of the h."""
+def test_ef21_by_its_definition(simulated, clock, collective, eta):
+    """The recursions of algorithm 2 in float64, and H + what owners keep = mean of the h.
+
+    With eta below 1 the average takes the gradient's place, as in EF21-SGDM.
+    """
     n, workers, steps = 2100, 3, 30
-    created = exchange(simulated, clock, Largest(), collective, Ef21(), workers, n)
+    created = exchange(simulated, clock, Largest(), collective, Ef21(eta), workers, n)
     grads = gradients(steps, workers, n)
-    h = torch.zeros(workers, n, dtype=torch.float64)
+    h, v = (torch.zeros(workers, n, dtype=torch.float64) for _ in range(2))
     for step in range(steps):
         applied = created.mean(list(grads[step]), step).double()
-        change = grads[step].double() - h
+        v = (1 - eta) * v + eta * grads[step].double()
+        change = v - h
         if collective == "allgather":
             selected = change.abs().topk(math.ceil(0.25 * n)).indices
             h += torch.zeros_like(h).scatter_(1, selected, change.gather(1, selected))
@@ -399,6 +405,25 @@ def test_ef21_converges_where_nothing_else_of_topk_does(simulated, clock):
         left[name] = float((applied - exact).norm() / exact.norm())
     assert left["ef21"] < 1e-5
     assert min(left["residual"], left["none"]) > 0.3
+
+
+def test_the_average_of_ef21_removes_the_noise_that_ef21_adds(simulated, clock):
+    """Gradients with noise of 10 times their size: the error of what is applied, last 100 of 400.
+
+    EF21 sends changes of noisy gradients, and its estimate keeps their noise; with eta = .05 the
+    noise is averaged first, and the error must be less than a third.
+    """
+    generator = torch.Generator().manual_seed(5)
+    exact, left = torch.randn(400, generator=generator), {}
+    noise = 10 * torch.randn(400, 2, 400, generator=generator)
+    for eta in (1.0, 0.05):
+        created = exchange(simulated, clock, Largest(0.1), "allgather", Ef21(eta), 2, 400)
+        errors = [
+            float((created.mean(list(exact + noise[step]), step) - exact).norm() / exact.norm())
+            for step in range(400)
+        ]
+        left[eta] = sum(errors[-100:]) / 100
+    assert left[0.05] < left[1.0] / 3
 
 
 def test_ef21_does_not_follow_the_learning_rate(simulated, clock):

@@ -32,8 +32,8 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Payload
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.integrations import chosen
 from gcbench.integrations import plan as plans
+from gcbench.integrations import scheme
 
 STEPS = 5
 BATCH = 8
@@ -123,10 +123,10 @@ def gradients(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
 
 def of_loss(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     named = dict(net.named_parameters())
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    result = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient
-        for (name, parameter), gradient in zip(named.items(), found, strict=True)
+        for (name, parameter), gradient in zip(named.items(), result, strict=True)
     }
 
 
@@ -140,7 +140,7 @@ def alone(
     lrs: Callable[[int], float] = lambda step: 1.0,
 ) -> Tensor:
     """Return the parameters after the same training by gcbench's own exchange, in this process."""
-    settings, plan = hook.settings, hook._plan_made
+    settings, plan = hook.settings, hook._plan
     named = dict(net.named_parameters())
     world = SimulatedWorld(size, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     exchange = Exchange(world, settings.lanes(plan, 0), settings.seed, Clock(torch.device("cpu")))
@@ -150,8 +150,8 @@ def alone(
             exchange.change(settings.lanes(plan, step))
         buckets = []
         for rank in range(size):
-            own = of(net, step, rank)
-            flats = [own[placed.name].reshape(-1).float() for placed in plan.tensors]
+            each = of(net, step, rank)
+            flats = [each[placed.name].reshape(-1).float() for placed in plan.tensors]
             buckets.append(torch.cat(flats))
         mean = exchange.mean(buckets, step, lrs(step))
         for placed in plan.tensors:
@@ -173,33 +173,33 @@ def hooked(rank: int, hook: Any, *, steps: range = range(STEPS), **options: Any)
 
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
     """One method, by each of its collectives: on rank 0 against gcbench's own exchange; resumed."""
-    found: dict[str, Any] = {}
-    made = registry.compressor(name)
-    legal = made.legal_collectives()
+    result: dict[str, Any] = {}
+    compressor = registry.compressor(name)
+    legal = compressor.legal_collectives()
     for collective in legal:
         options = {"collective": collective, "dense_below": 50, "bucket_mb": 0.015}
-        if made.rule.needs_warm_up:
+        if compressor.rule.needs_warm_up:
             options["start_step"] = 2
-        hook = comm_hook(name, **options, check_every=2 if made.rule.plain else 0)
+        hook = comm_hook(name, **options, check_every=2 if compressor.rule.plain else 0)
         ended = hooked(rank, hook)
-        own = ended if rank else alone(hook, model(), size)
-        found[collective] = {
+        expected = ended if rank else alone(hook, model(), size)
+        result[collective] = {
             "end": digest(ended),
-            "equal": torch.equal(ended, own),
-            "far": float((ended - own).abs().max()),
-            "lanes": len(hook._plan_made.lanes),
+            "equal": torch.equal(ended, expected),
+            "far": float((ended - expected).abs().max()),
+            "lanes": len(hook._plan.lanes),
             "up": up(hook) / hook.plain_bytes,
         }
         hook.close()
     # By the last collective, which is twoshot where it is legal: its owners have residuals, too.
-    found[legal[-1]]["resumed"] = torch.equal(ended, resumed(rank, name, options))
-    return found
+    result[legal[-1]]["resumed"] = torch.equal(ended, resumed(rank, name, options))
+    return result
 
 
 def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, ...] = ()) -> Tensor:
     """Return the parameters of a job that ended after step 3 and went on as a new one.
 
-    `rates`: learning rates that the first hook is told, and the second if there is one more.
+    `rates`: the learning rate of the first hook, and optionally that of the second.
     """
     ddp = wrapped(model())
     hook = comm_hook(name, **options)
@@ -278,8 +278,8 @@ def rebuilt(rank: int, size: int) -> dict[str, Any]:
 @job
 def options(rank: int, size: int) -> dict[str, Any]:
     """Train with each option of DDP and of the hook, and by gcbench's own exchange."""
-    found = {}
-    for method, name, told, of_ddp in (
+    result = {}
+    for method, name, fields, of_ddp in (
         ("onebit", "static graph", {}, {"static_graph": True}),
         ("onebit", "find unused, none is", {}, {"find_unused_parameters": True}),
         ("onebit", "gradient as bucket view", {}, {"gradient_as_bucket_view": True}),
@@ -290,55 +290,55 @@ def options(rank: int, size: int) -> dict[str, Any]:
         ("qsgd", "another seed", {"seed": 7}, {}),
         ("topk", "memory", {"memory": "dgc", "memory_options": {"momentum": 0.5}}, {}),
     ):
-        hook = comm_hook(method, **{**METHOD, **told})
+        hook = comm_hook(method, **{**METHOD, **fields})
         ended = hooked(rank, hook, **of_ddp)
-        found[name] = torch.equal(ended, alone(hook, model(), size))
+        result[name] = torch.equal(ended, alone(hook, model(), size))
         hook.close()
-    return found
+    return result
 
 
 @job
 def learning_rate(rank: int, size: int) -> dict[str, Any]:
-    """Residuals follow the learning rate that the hook is told."""
+    """Residuals follow the learning rate of the hook."""
     ended = []
-    for told in (True, False):
+    for follows in (True, False):
         hook = comm_hook("onebit", **METHOD)
 
-        def forward(ddp: nn.Module, x: Tensor, step: int, hook=hook, told=told) -> Tensor:
-            hook.lr = 1 / (1 + step) if told else 1.0
+        def forward(ddp: nn.Module, x: Tensor, step: int, hook=hook, follows=follows) -> Tensor:
+            hook.lr = 1 / (1 + step) if follows else 1.0
             return ddp(x)
 
         ddp = wrapped(model())
         hook.register(ddp)
         train(ddp, sgd(ddp), range(STEPS), rank, forward)
         ended.append(flat(ddp))
-    own = alone(hook, model(), size, lrs=lambda step: 1 / (1 + step))
-    return {"equal": torch.equal(ended[0], own), "matters": not torch.equal(*ended)}
+    expected = alone(hook, model(), size, lrs=lambda step: 1 / (1 + step))
+    return {"equal": torch.equal(ended[0], expected), "matters": not torch.equal(*ended)}
 
 
 @job
 def resumed_rate(rank: int, size: int) -> dict[str, Any]:
-    """A job that told its hook a rate once goes on with it, or with one that is set again."""
+    """A job that assigned a rate once resumes with it, or with a newly assigned one."""
     hook = comm_hook("onebit", **METHOD)
     ended = hooked(rank, hook)
-    own = alone(hook, model(), size, lrs=lambda step: 0.01 if step < 3 else 0.04)
+    expected = alone(hook, model(), size, lrs=lambda step: 0.01 if step < 3 else 0.04)
     return {
         "kept": torch.equal(resumed(rank, "onebit", METHOD, (0.01,)), ended),
-        "set": torch.equal(resumed(rank, "onebit", METHOD, (0.01, 0.04)), own),
-        "matters": not torch.equal(ended, own),
+        "set": torch.equal(resumed(rank, "onebit", METHOD, (0.01, 0.04)), expected),
+        "matters": not torch.equal(ended, expected),
     }
 
 
 @job
 def resumed_start(rank: int, size: int) -> dict[str, Any]:
     """Resume a job that was saved before, at or after its first compressed step."""
-    found = {}
+    result = {}
     for name, step in (("onebit", 2), ("powersgd", 3), ("topk", 3), ("onebit", 4)):
         memory = {"memory": "dgc"} if name == "topk" else {}
         options = {**METHOD, **memory, "start_step": step}
         ended = hooked(rank, comm_hook(name, **options))
-        found[f"{name}, {step}"] = torch.equal(ended, resumed(rank, name, options))
-    return found
+        result[f"{name}, {step}"] = torch.equal(ended, resumed(rank, name, options))
+    return result
 
 
 @job
@@ -361,8 +361,8 @@ def no_sync(rank: int, size: int) -> dict[str, Any]:
         first, second = gradients(net, step + 100, rank), gradients(net, step, rank)
         return {name: first[name] + second[name] for name in first}
 
-    own = alone(hook, model(), size, both)
-    return {"equal": torch.equal(flat(ddp), own), "steps": hook.step}
+    expected = alone(hook, model(), size, both)
+    return {"equal": torch.equal(flat(ddp), expected), "steps": hook.step}
 
 
 @job
@@ -401,28 +401,28 @@ def bfloat16(rank: int, size: int) -> dict[str, Any]:
 @job
 def channels_last(rank: int, size: int) -> dict[str, Any]:
     """Segments and shapes are those of the parameter, whatever its strides."""
-    found = {}
+    result = {}
     for name, fields in (("onebit", {}), ("powersgd", {"rank": 1})):
         hook = comm_hook(name, **METHOD, **fields)
         net = model().to(memory_format=torch.channels_last)
         ddp = wrapped(net)
         hook.register(ddp)
         train(ddp, sgd(ddp), range(STEPS), rank)
-        own = alone(hook, model().to(memory_format=torch.channels_last), size)
-        found[name] = torch.equal(flat(ddp), own)
-        found["permuted"] = not net.conv.weight.is_contiguous()
-    return found
+        expected = alone(hook, model().to(memory_format=torch.channels_last), size)
+        result[name] = torch.equal(flat(ddp), expected)
+        result["permuted"] = not net.conv.weight.is_contiguous()
+    return result
 
 
 def residual(hook: Any, name: str) -> Tensor:
-    placed = next(each for each in hook._plan_made.tensors if each.name == name)
-    return plans.carried(hook._exchange, hook._plan_made, placed)["residual"].clone()
+    placed = next(each for each in hook._plan.tensors if each.name == name)
+    return plans.state_views(hook._level.exchange, hook._plan, placed)["residual"].clone()
 
 
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
     """A branch that nobody uses at step 2, and rank 0 alone at step 3."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("onebit", "powersgd", "topk"):
         hook = comm_hook(name, bucket_mb=25.0, check_every=1)
         ddp = wrapped(model(), find_unused_parameters=True)
@@ -436,29 +436,29 @@ def unused(rank: int, size: int) -> dict[str, Any]:
         def forward(net: nn.Module, x: Tensor, step: int, used=used) -> Tensor:
             return net(x, branch=used(step, rank))
 
-        kept: list[Tensor] = []
+        residuals_after: list[Tensor] = []
         owners: list[Any] = []
         for step in range(STEPS):
             train(ddp, optimizer, range(step, step + 1), rank, forward)
             steps.append(ddp.module.branch.weight.grad is None)
-            plan = hook._plan_made
+            plan = hook._plan
             placed = next(each for each in plan.tensors if each.name == "branch.weight")
-            state = plans.carried(hook._exchange, plan, placed)
-            kept.append(state["residual"].clone())
+            state = plans.state_views(hook._level.exchange, plan, placed)
+            residuals_after.append(state["residual"].clone())
             owners.append(state["owner"].clone() if "owner" in state else None)
-        same = torch.equal(kept[1], kept[2]) and (
+        same = torch.equal(residuals_after[1], residuals_after[2]) and (
             owners[1] is None or torch.equal(owners[1], owners[2])
         )
-        found[name] = {
+        result[name] = {
             "none": steps,
-            "carried": bool(kept[1].any()),
+            "carried": bool(residuals_after[1].any()),
             "kept": same,
-            "moves on": not torch.equal(kept[2], kept[3]),
+            "moves on": not torch.equal(residuals_after[2], residuals_after[3]),
             "compared at 2": sorted({r.name for r in hook.records if r.step == 2}),
             "sum": float(flat(ddp).double().sum()),
         }
         hook.close()
-    return found
+    return result
 
 
 @job
@@ -495,7 +495,7 @@ def one_rank(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def closed(rank: int, size: int) -> dict[str, Any]:
-    """The state that a closed hook returns is that of before."""
+    """A closed hook returns its last state."""
     hook = comm_hook("onebit", **METHOD)
     hooked(rank, hook, steps=range(2))
     before = hook.state_dict()
@@ -529,14 +529,14 @@ def two_models(rank: int, size: int) -> dict[str, Any]:
     for step in range(STEPS):
         train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(step, step + 1), rank)
         if rank in part:
-            own = part.index(rank)
-            train(small, torch.optim.SGD(small.parameters(), lr=0.1), range(step, step + 1), own)
+            index = part.index(rank)
+            train(small, torch.optim.SGD(small.parameters(), lr=0.1), range(step, step + 1), index)
     if rank in part:
         again = wrapped(model(), process_group=theirs)
         hook = comm_hook("onebit", **METHOD).register(again)
         for step in range(STEPS):
-            own = part.index(rank)
-            train(again, torch.optim.SGD(again.parameters(), lr=0.1), range(step, step + 1), own)
+            index = part.index(rank)
+            train(again, torch.optim.SGD(again.parameters(), lr=0.1), range(step, step + 1), index)
         both = {"equal": torch.equal(flat(small), flat(again))}
         hook.close()
     everywhere.close()
@@ -566,24 +566,24 @@ def register(hook: Any, net: nn.Module | None = None, **options: Any) -> Any:
 def refusals(rank: int, size: int) -> dict[str, Any]:
     """What is refused at registration: on every rank, alike."""
     hook = comm_hook
-    found = {}
-    found["no ddp"] = refused(lambda: hook("none").register(model()))
+    result = {}
+    result["no ddp"] = refused(lambda: hook("none").register(model()))
     sparse = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-    found["sparse"] = refused(lambda: register(hook("none"), sparse))
-    found["double"] = refused(lambda: register(hook("none"), model().double()))
+    result["sparse"] = refused(lambda: register(hook("none"), sparse))
+    result["double"] = refused(lambda: register(hook("none"), model().double()))
     frozen = wrapped(model())
     frozen.requires_grad_(False)
-    found["frozen"] = refused(lambda: hook("none").register(frozen))
+    result["frozen"] = refused(lambda: hook("none").register(frozen))
     part = model()
     part.last.requires_grad_(False)
-    found["last is frozen"] = refused(lambda: register(hook("none", dense_last=True), part))
+    result["last is frozen"] = refused(lambda: register(hook("none", dense_last=True), part))
     ddp = wrapped(model())
     one = hook("none").register(ddp)
-    found["second hook"] = refused(lambda: hook("none").register(ddp))
-    found["same hook"] = refused(lambda: register(one))
+    result["second hook"] = refused(lambda: hook("none").register(ddp))
+    result["same hook"] = refused(lambda: register(one))
     state = one.state_dict()
     one.close()
-    found["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
+    result["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
 
     from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -593,21 +593,21 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     except RuntimeError as error:  # DDP takes a stream, which a build for CUDA lacks without driver
         if torch.cuda.is_available() or not torch.version.cuda:
             raise
-        found["mixed precision"] = {"skipped": f"DDP itself: {str(error).splitlines()[0]}"}
+        result["mixed precision"] = {"skipped": f"DDP itself: {str(error).splitlines()[0]}"}
     else:
-        found["mixed precision"] = refused(lambda: hook("none").register(mixed))
+        result["mixed precision"] = refused(lambda: hook("none").register(mixed))
 
     def loaded(**changes: Any) -> Any:
-        made = hook("none", **{k: v for k, v in changes.items() if k == "bucket_mb"})
+        hook_of_state = hook("none", **{k: v for k, v in changes.items() if k == "bucket_mb"})
         others = {k: v for k, v in changes.items() if k != "bucket_mb"}
-        made.load_state_dict(changed(state, **others))
-        return register(made)
+        hook_of_state.load_state_dict(changed(state, **others))
+        return register(hook_of_state)
 
-    found["state of another rank"] = refused(lambda: loaded(rank=size))
-    found["state of other settings"] = refused(lambda: loaded(bucket_mb=3.0))
-    found["state of another step"] = refused(lambda: loaded(step=rank))
-    found["state of another format"] = refused(lambda: loaded(format=99))
-    return found
+    result["state of another rank"] = refused(lambda: loaded(rank=size))
+    result["state of other settings"] = refused(lambda: loaded(bucket_mb=3.0))
+    result["state of another step"] = refused(lambda: loaded(step=rank))
+    result["state of another format"] = refused(lambda: loaded(format=99))
+    return result
 
 
 @job
@@ -615,7 +615,7 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     """Ranks that register different things, or nothing."""
     hook = comm_hook
     odd = rank == size - 1
-    found = {
+    result = {
         "method": refused(lambda: register(hook("qsgd" if odd else "terngrad"))),
         "field": refused(lambda: register(hook("terngrad", clip=2.0 if odd else 2.5))),
         "memory": refused(lambda: register(hook("topk", memory="dgc" if odd else "residual"))),
@@ -624,32 +624,32 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     }
     version = _version.__version__
     _version.__version__ = "9.9" if odd else version
-    found["version"] = refused(lambda: register(hook("none")))
+    result["version"] = refused(lambda: register(hook("none")))
     _version.__version__ = version
-    digest, chosen._code = chosen._code, lambda cls: "changed" if odd else "as it was"
-    found["code"] = refused(lambda: register(hook("none")))
-    chosen._code = digest
+    digest, scheme._code = scheme._code, lambda cls: "changed" if odd else "as it was"
+    result["code"] = refused(lambda: register(hook("none")))
+    scheme._code = digest
     ddp = wrapped(model())
     if odd:
         ddp.requires_grad_(False)
-    found["one refuses"] = refused(lambda: hook("none").register(ddp))
+    result["one refuses"] = refused(lambda: hook("none").register(ddp))
     ddp = wrapped(model())
     dist.barrier()
     if not odd:
-        found["absent"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
+        result["absent"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
     dist.barrier()
     if odd:
-        found["late"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
+        result["late"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
     ended = hooked(rank, hook("none"))  # and after all that, what all register alike works
-    found["after"] = {"finite": bool(ended.isfinite().all())}
-    return found
+    result["after"] = {"finite": bool(ended.isfinite().all())}
+    return result
 
 
 @job
 def in_training(rank: int, size: int) -> dict[str, Any]:
     """What goes wrong on the way: an error in backward or forward, and no hang."""
     hook = comm_hook
-    found = {}
+    result = {}
 
     one = hook("terngrad")
     ddp = wrapped(model())
@@ -659,7 +659,7 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
         with ddp.join():
             train(ddp, sgd(ddp), range(1), rank)
 
-    found["join"] = refused(join)
+    result["join"] = refused(join)
     one.close()
 
     one = hook("terngrad")
@@ -667,8 +667,8 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     one.register(ddp)
     x, _ = batch(0, rank)
     backward = ddp(x).sum() * float("nan")
-    found["nan, backward"] = refused(backward.backward)
-    found["nan, forward"] = refused(lambda: ddp(x))
+    result["nan, backward"] = refused(backward.backward)
+    result["nan, forward"] = refused(lambda: ddp(x))
     one.close()
 
     one = hook("terngrad", timeout=2.0)
@@ -676,8 +676,8 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     one.register(ddp)
     if rank == 0:  # the others stand still
         loss = ddp(x).sum()
-        found["alone, backward"] = refused(loss.backward)
-        found["alone, forward"] = refused(lambda: ddp(x))
+        result["alone, backward"] = refused(loss.backward)
+        result["alone, forward"] = refused(lambda: ddp(x))
     dist.barrier()
     one.close()
 
@@ -686,7 +686,7 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     ddp = wrapped(late)
     late.branch.requires_grad_(True)
     one = hook("none").register(ddp)
-    found["thawed"] = refused(ddp(x).sum().backward)
+    result["thawed"] = refused(ddp(x).sum().backward)
     one.close()
 
     net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
@@ -694,15 +694,15 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     net[0].sparse = False  # what the hook sees when it is registered
     one = hook("none").register(ddp)
     net[0].sparse = True
-    found["sparse later"] = refused(ddp(torch.arange(3)).sum().backward)
+    result["sparse later"] = refused(ddp(torch.arange(3)).sum().backward)
     one.close()
 
     ddp = wrapped(model())  # without find_unused_parameters
     one = hook("none").register(ddp)
     ddp(x, branch=False).sum().backward()
-    found["unused"] = refused(lambda: ddp(x))
+    result["unused"] = refused(lambda: ddp(x))
     one.close()
-    return found
+    return result
 
 
 @job
@@ -755,27 +755,31 @@ WRONG = ("sign", "nothing", "shifted", "scaled", "sum", "first")
 
 @job
 def checks(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("right", *WRONG, "sign by default", "nothing by default"):
         how, _, default = name.partition(" by ")
-        heard: list[Any] = []
+        comparisons: list[Any] = []
         error = None if default else 0.5
         hook = comm_hook(
-            Wrong(how), check_every=2, check_error=error, on_check=heard.append, dense_below=50
+            Wrong(how),
+            check_every=2,
+            check_error=error,
+            on_check=comparisons.append,
+            dense_below=50,
         )
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             hooked(rank, hook, steps=range(3))
         hook.close()
-        found[name] = {
-            "warnings": [str(w.message) for w in said],
+        result[name] = {
+            "warnings": [str(w.message) for w in caught],
             "records": [dataclasses.asdict(record) for record in hook.records],
-            "heard": len(heard),
+            "heard": len(comparisons),
             "checked": hook.checked.payload_up,
             "up": up(hook),
             "agreed": hook.agreement.payload_up,
         }
-    return found
+    return result
 
 
 # ---- nothing goes wrong silently -----------------------------------------------------------------
@@ -789,9 +793,9 @@ def offered(hook: Any) -> list[dict[str, Tensor]]:
     def looked(number: int) -> None:
         if number == 0:
             seen.append({})
-        own = residuals(hook)
-        lane = {placed.name for placed in hook._plan_made.lanes[number]}
-        seen[-1] |= {name: value for name, value in own.items() if name in lane}
+        current = residuals(hook)
+        lane = {placed.name for placed in hook._plan.lanes[number]}
+        seen[-1] |= {name: value for name, value in current.items() if name in lane}
         exchange(number)
 
     hook._exchange_lane = looked
@@ -799,9 +803,13 @@ def offered(hook: Any) -> list[dict[str, Tensor]]:
 
 
 def residuals(hook: Any) -> dict[str, Tensor]:
-    exchange, plan = hook._exchange, hook._plan_made
-    carried = {placed.name: plans.carried(exchange, plan, placed) for placed in plan.tensors}
-    return {name: own["residual"].clone() for name, own in carried.items() if "residual" in own}
+    exchange, plan = hook._level.exchange, hook._plan
+    carried = {placed.name: plans.state_views(exchange, plan, placed) for placed in plan.tensors}
+    return {
+        name: current["residual"].clone()
+        for name, current in carried.items()
+        if "residual" in current
+    }
 
 
 def times(after: dict[str, Tensor], before: dict[str, Tensor], factor: float) -> bool:
@@ -811,7 +819,7 @@ def times(after: dict[str, Tensor], before: dict[str, Tensor], factor: float) ->
 @job
 def rates(rank: int, size: int) -> dict[str, Any]:
     """Follow a rate that is set late, read from an optimizer, of groups, or not known in time."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def rate(step: int) -> float:
         return 2.0**-step
@@ -823,8 +831,8 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     for step in range(STEPS):
         train(ddp, optimizer, range(step, step + 1), rank)
         hook.lr = rate(step)
-    own = alone(hook, model(), size, lrs=lambda step: rate(max(0, step - 1)))
-    found["set after backward"] = torch.equal(flat(ddp), own)
+    expected = alone(hook, model(), size, lrs=lambda step: rate(max(0, step - 1)))
+    result["set after backward"] = torch.equal(flat(ddp), expected)
     hook.close()
 
     ends = []
@@ -841,9 +849,9 @@ def rates(rank: int, size: int) -> dict[str, Any]:
             schedule.step()
         ends.append(flat(ddp))
         if follows:
-            found["set beside"] = refused(lambda hook=hook: setattr(hook, "lr", 0.1))
+            result["set beside"] = refused(lambda hook=hook: setattr(hook, "lr", 0.1))
         hook.close()
-    found["optimizer"] = torch.equal(*ends)
+    result["optimizer"] = torch.equal(*ends)
 
     ddp = wrapped(model())
     named = dict(ddp.module.named_parameters())
@@ -854,23 +862,23 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     seen = offered(hook)
     x, y = batch(0, rank)
     for now in ((1e-3, 1e-3), (5e-4, 1e-3), (0.0, 4e-3)):
-        kept = residuals(hook)
+        before = residuals(hook)
         cross_entropy(ddp(x), y).backward()
         # The rates are set after backward, as by hand: what was read before it is not what holds.
         for group, lr in zip(optimizer.param_groups, now, strict=True):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        found[f"groups {now}"] = times(seen[-1], kept, 1.0)
-    kept = residuals(hook)
+        result[f"groups {now}"] = times(seen[-1], before, 1.0)
+    before = residuals(hook)
     for group, lr in zip(optimizer.param_groups, (2.5e-4, 1e-3), strict=True):
         group["lr"] = lr
     cross_entropy(ddp(x), y).backward()
-    rest_kept = {k: v for k, v in kept.items() if not k.startswith("last")}
-    last_kept = {k: v for k, v in kept.items() if k.startswith("last")}
-    found["each group its own"] = times(seen[-1], rest_kept, 2.0)
-    found["each group its own"] &= times(seen[-1], last_kept, 4.0)
-    found["carried"] = all(bool(v.any()) for v in kept.values())
+    rest_before = {k: v for k, v in before.items() if not k.startswith("last")}
+    last_before = {k: v for k, v in before.items() if k.startswith("last")}
+    result["each group its own"] = times(seen[-1], rest_before, 2.0)
+    result["each group its own"] &= times(seen[-1], last_before, 4.0)
+    result["carried"] = all(bool(v.any()) for v in before.values())
     hook.close()
 
     hook = comm_hook("onebit", **METHOD)
@@ -878,25 +886,25 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     hook.register(ddp)
     hook.lr = 0.1 * (1 + rank)
     began = time.perf_counter()
-    found["ranks differ, backward"] = refused(lambda: ddp(x).sum().backward())
-    found["ranks differ"] = refused(lambda: ddp(x))
-    found["ranks differ"]["seconds"] = time.perf_counter() - began
+    result["ranks differ, backward"] = refused(lambda: ddp(x).sum().backward())
+    result["ranks differ"] = refused(lambda: ddp(x))
+    result["ranks differ"]["seconds"] = time.perf_counter() - began
     hook.close()
     other = torch.optim.SGD(model().parameters(), lr=0.1)
-    found["another model's"] = refused(lambda: register(comm_hook("onebit", optimizer=other)))
+    result["another model's"] = refused(lambda: register(comm_hook("onebit", optimizer=other)))
 
-    found["warnings"] = []
+    result["warnings"] = []
     for name, rates_of in (("topk", [1.0] * 60), ("onebit", [1.0] * 12 + [1e-3] * 3)):
         ddp = wrapped(model())
         hook = comm_hook(name).register(ddp)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step, lr in enumerate(rates_of):
                 hook.lr = lr
                 train(ddp, torch.optim.SGD(ddp.parameters(), 0.01), range(step, step + 1), rank)
-        found["warnings"].append([str(w.message) for w in said if "residual" in str(w.message)])
+        result["warnings"].append([str(w.message) for w in caught if "residual" in str(w.message)])
         hook.close()
-    return found
+    return result
 
 
 class Scaled(nn.Module):
@@ -917,25 +925,25 @@ def scaled(ddp: nn.Module, rank: int, steps: int, hook: Any = None) -> dict[str,
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     if hook is not None:
         hook.register(ddp, optimizer=optimizer, scaler=scaler)
-    scales, kept, seen = [], [], offered(hook) if hook is not None else []
+    scales, states, seen = [], [], offered(hook) if hook is not None else []
     for step in range(8):
         optimizer.zero_grad()
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
         loss = ddp(x).square().mean() * (1e38 if rank == 1 and step == 4 else 1)
         before = residuals(hook) if hook is not None else {}
         scaler.scale(loss).backward()
-        kept.append((before, residuals(hook) if hook is not None else {}))
+        states.append((before, residuals(hook) if hook is not None else {}))
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
     finite = bool(flat(ddp).isfinite().all())
-    return {"scales": scales, "finite": finite, "kept": kept, "seen": seen, "end": flat(ddp)}
+    return {"scales": scales, "finite": finite, "kept": states, "seen": seen, "end": flat(ddp)}
 
 
 @job
 def nonfinite(rank: int, size: int) -> dict[str, Any]:
     """One rank's gradient is not finite: all stop at once, or all skip as plain DDP does."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for when in ("stop", "skip"):
         hook = comm_hook("onebit", bucket_mb=0.001, on_nonfinite=when)
         ddp = wrapped(model())
@@ -947,22 +955,22 @@ def nonfinite(rank: int, size: int) -> dict[str, Any]:
             ddp.module.conv.weight.register_hook(lambda g: g * torch.nan)
         loss = cross_entropy(ddp(x), y)
         ddp.zero_grad()
-        found[when] = refused(loss.backward)
-        found[f"{when}, forward"] = refused(lambda ddp=ddp, x=x: ddp(x))
+        result[when] = refused(loss.backward)
+        result[f"{when}, forward"] = refused(lambda ddp=ddp, x=x: ddp(x))
         if when == "skip":
-            found["all are nan"] = all(bool(p.grad.isnan().all()) for p in ddp.parameters())
-            found["untouched"] = times(residuals(hook), before, 1.0) and up(hook) == bytes_before
-            found["counted"] = [hook.step, hook.skipped]
+            result["all are nan"] = all(bool(p.grad.isnan().all()) for p in ddp.parameters())
+            result["untouched"] = times(residuals(hook), before, 1.0) and up(hook) == bytes_before
+            result["counted"] = [hook.step, hook.skipped]
         hook.close()
 
     plain = scaled(DDP(Scaled()), rank, 8)
     none = scaled(DDP(Scaled()), rank, 8, comm_hook("none", on_nonfinite="skip"))
     hook = comm_hook("onebit", bucket_mb=0.0, on_nonfinite="skip")
     ours = scaled(DDP(Scaled()), rank, 8, hook)
-    found["scales"] = [each["scales"] for each in (plain, none, ours)]
-    found["finite"] = [each["finite"] for each in (plain, none, ours)]
-    found["none"] = float((plain["end"] - none["end"]).abs().max())
-    found["skipped, untouched"] = times(ours["kept"][4][1], ours["kept"][3][1], 1.0) or times(
+    result["scales"] = [each["scales"] for each in (plain, none, ours)]
+    result["finite"] = [each["finite"] for each in (plain, none, ours)]
+    result["none"] = float((plain["end"] - none["end"]).abs().max())
+    result["skipped, untouched"] = times(ours["kept"][4][1], ours["kept"][3][1], 1.0) or times(
         ours["kept"][4][1], ours["kept"][3][1], 2.0
     )
     # seen has no entry for the skipped step 4: the residuals of step 3, at half the scale there.
@@ -970,23 +978,23 @@ def nonfinite(rank: int, size: int) -> dict[str, Any]:
     factors = {1: 1.0, 2: 2.0, 3: 1.0}
     for step, factor in factors.items():
         follows.append(times(ours["seen"][step], ours["kept"][step - 1][1], factor))
-    found["follows"] = follows
+    result["follows"] = follows
     hook.close()
 
     half = nn.Linear(300, 300, bias=False).half()
     ddp = DDP(half)
     hook = comm_hook("randomk", ratio=0.01).register(ddp)
     x = torch.full((1, 300), 3000.0).half()
-    found["overflow"] = refused(ddp(x).sum().backward)
-    found["overflow, forward"] = refused(lambda: ddp(x))
+    result["overflow"] = refused(ddp(x).sum().backward)
+    result["overflow, forward"] = refused(lambda: ddp(x))
     hook.close()
-    return found
+    return result
 
 
 @job
 def states(rank: int, size: int) -> dict[str, Any]:
     """Load states after `register`; refuse each kind of bad one, and go on unchanged."""
-    found: dict[str, Any] = {"refused": {}}
+    result: dict[str, Any] = {"refused": {}}
     hook = comm_hook("onebit", **METHOD)
     whole = hooked(rank, hook)
     hook.close()
@@ -996,7 +1004,7 @@ def states(rank: int, size: int) -> dict[str, Any]:
     optimizer = sgd(ddp)
     train(ddp, optimizer, range(3), rank)
     state = hook.state_dict()
-    kept = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
+    saved = copy.deepcopy((ddp.module.state_dict(), optimizer.state_dict()))
     train(ddp, optimizer, range(3, 4), rank)  # away from the state
     ((key, entry),) = state.items()
 
@@ -1008,15 +1016,15 @@ def states(rank: int, size: int) -> dict[str, Any]:
     def first(value: Tensor) -> dict[str, Tensor]:
         return {**tensors, "memory 0 residual": value}
 
-    own = tensors["memory 0 residual"]
-    nan, flipped = own.clone(), own.clone()
+    tensor = tensors["memory 0 residual"]
+    nan, flipped = tensor.clone(), tensor.clone()
     nan[3] = torch.nan
     flipped[3] += 1
     before = residuals(hook)
     unsealed = {key: {**entry, "exchange": {**entry["exchange"], "tensors": first(flipped)}}}
     for name, wrong in {
-        "shape": bad(tensors=first(own[:1].clone())),
-        "dtype": bad(tensors=first(own.to(torch.int8))),
+        "shape": bad(tensors=first(tensor[:1].clone())),
+        "dtype": bad(tensors=first(tensor.to(torch.int8))),
         "nan": bad(tensors=first(nan)),
         "missing": bad(tensors={k: v for k, v in tensors.items() if " 0 " not in k}),
         "rate": bad(rates=[[-1.0] * len(lane) for lane in entry["exchange"]["rates"]]),
@@ -1028,19 +1036,19 @@ def states(rank: int, size: int) -> dict[str, Any]:
         "header": {key: {**entry, "lr": 3.0}},
         "text": {key: "state"},
     }.items():
-        found["refused"][name] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
-    found["unchanged"] = times(residuals(hook), before, 1.0) and hook.step == 4
-    ddp.module.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
+        result["refused"][name] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
+    result["unchanged"] = times(residuals(hook), before, 1.0) and hook.step == 4
+    ddp.module.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
     hook.load_state_dict(state)
-    found["step"] = hook.step
+    result["step"] = hook.step
     train(ddp, optimizer, range(3, STEPS), rank)
-    found["goes on"] = torch.equal(flat(ddp), whole)
+    result["goes on"] = torch.equal(flat(ddp), whole)
     if rank == 0:
         hook.load_state_dict(hook.state_dict())  # alone, and of the same step
     x, _ = batch(0, rank)
-    found["alone, backward"] = refused(lambda: ddp(x).sum().backward())
-    found["alone"] = refused(lambda: ddp(x))
+    result["alone, backward"] = refused(lambda: ddp(x).sum().backward())
+    result["alone"] = refused(lambda: ddp(x))
     hook.close()
 
     # A distributed checkpoint: each rank gets its own back, in a hook that has exchanged nothing.
@@ -1063,16 +1071,16 @@ def states(rank: int, size: int) -> dict[str, Any]:
             dcp.load(loaded, checkpoint_id=place)
         again.load_state_dict(loaded["hook"])
         digests = [each.state_dict()["exchange"]["digest"] for each in (hook, again)]
-        found[f"dcp {method}"] = [digests[0] == digests[1], again.step, loaded["hook"]["rank"]]
+        result[f"dcp {method}"] = [digests[0] == digests[1], again.step, loaded["hook"]["rank"]]
         hook.close()
         again.close()
-    return found
+    return result
 
 
 @job
 def copies(rank: int, size: int) -> dict[str, Any]:
     """Copy, average, save and evaluate a hooked model as one without a hook."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     net = model()
     plain, ddp = wrapped(copy.deepcopy(net)), wrapped(net)
     hook = comm_hook("topk", **METHOD).register(ddp)
@@ -1082,44 +1090,44 @@ def copies(rank: int, size: int) -> dict[str, Any]:
     averaged = torch.optim.swa_utils.AveragedModel(ddp)
     x, y = batch(0, rank)
     expected = flat(plain)
-    found["averaged"] = torch.equal(flat(averaged.module), expected)
+    result["averaged"] = torch.equal(flat(averaged.module), expected)
     cross_entropy(plain(x), y).backward()
-    for name, made in (
+    for name, copied in (
         ("copy", copy.deepcopy(ddp)),
         ("file", torch.load(file, weights_only=False)),
     ):
         with torch.no_grad():
-            found[f"{name}, evaluated"] = torch.equal(made.eval()(x), plain.module(x))
-        made.train()
-        with warnings.catch_warnings(record=True) as said:
+            result[f"{name}, evaluated"] = torch.equal(copied.eval()(x), plain.module(x))
+        copied.train()
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            cross_entropy(made(x), y).backward()
-        found[f"{name}, warned"] = [str(w.message) for w in said]
-        pairs = zip(made.parameters(), plain.parameters(), strict=True)
-        found[name] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
-        other = comm_hook("topk", **METHOD).register(made)
-        cross_entropy(made(x), y).backward()
-        found[f"{name}, hooked anew"] = other.step
+            cross_entropy(copied(x), y).backward()
+        result[f"{name}, warned"] = [str(w.message) for w in caught]
+        pairs = zip(copied.parameters(), plain.parameters(), strict=True)
+        result[name] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
+        other = comm_hook("topk", **METHOD).register(copied)
+        cross_entropy(copied(x), y).backward()
+        result[f"{name}, hooked anew"] = other.step
         other.close()
     for name, call in (
         ("deepcopy", lambda: copy.deepcopy(hook)),
         ("pickle", lambda: torch.save(hook, io.BytesIO())),
         ("direct", lambda: wrapped(model()).register_comm_hook(None, comm_hook("topk"))),
     ):
-        found[name] = refused(call)
+        result[name] = refused(call)
     hook.close()
     ddp.eval()
-    found["after close"] = refused(lambda: ddp(x))["kind"]
+    result["after close"] = refused(lambda: ddp(x))["kind"]
     with torch.no_grad():
-        found["after close, no grad"] = refused(lambda: ddp.train()(x))["kind"]
-    found["trained after close"] = refused(lambda: ddp(x))
-    return found
+        result["after close, no grad"] = refused(lambda: ddp.train()(x))["kind"]
+    result["trained after close"] = refused(lambda: ddp(x))
+    return result
 
 
 @job
 def lives(rank: int, size: int) -> dict[str, Any]:
     """`on_check` that calls back; threads that end; what changes behind the hook."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("state_dict", "close", "model"):
         calls: list[Any] = []
         ddp = wrapped(model())
@@ -1127,8 +1135,8 @@ def lives(rank: int, size: int) -> dict[str, Any]:
         hook.register(ddp)
         x, _ = batch(0, rank)
         calls.append((lambda ddp=ddp, x=x: ddp(x)) if name == "model" else getattr(hook, name))
-        found[f"{name}, backward"] = refused(lambda ddp=ddp, x=x: ddp(x).sum().backward())
-        found[name] = refused(lambda ddp=ddp, x=x: ddp(x))
+        result[f"{name}, backward"] = refused(lambda ddp=ddp, x=x: ddp(x).sum().backward())
+        result[name] = refused(lambda ddp=ddp, x=x: ddp(x))
         hook.close()
 
     # One rank's on_check raises: the others' next collective ends at once, with the cause.
@@ -1139,8 +1147,8 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     hook.register(ddp)
     train(ddp, sgd(ddp), range(3), rank)  # DDP forms new buckets at the second step
     for _ in range(2):
-        found["one rank"] = refused(lambda: ddp(x).sum().backward())
-    found["one rank, forward"] = {"kind": type(hook._failed).__name__, "text": str(hook._failed)}
+        result["one rank"] = refused(lambda: ddp(x).sum().backward())
+    result["one rank, forward"] = {"kind": type(hook._failed).__name__, "text": str(hook._failed)}
     hook.close()
 
     def threads() -> int:
@@ -1156,40 +1164,40 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     limit = time.monotonic() + 5
     while threads() > before and time.monotonic() < limit:
         time.sleep(0.01)
-    found["threads"] = [alive - before, threads() - before]
+    result["threads"] = [alive - before, threads() - before]
 
     import torch._dynamo
 
     config = torch._dynamo.config
-    kept, config.optimize_ddp = config.optimize_ddp, "python_reducer"
+    setting, config.optimize_ddp = config.optimize_ddp, "python_reducer"
     try:
-        found["python reducer"] = refused(lambda: register(comm_hook("none")))
+        result["python reducer"] = refused(lambda: register(comm_hook("none")))
     finally:
-        config.optimize_ddp = kept
+        config.optimize_ddp = setting
 
     part = model()
     part.branch.requires_grad_(False)
     ddp = wrapped(part, find_unused_parameters=True)
     hook = comm_hook("none").register(ddp)
     part.branch.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(ddp, sgd(ddp), range(2), rank)
-    found["unfrozen"] = [str(w.message) for w in said if "branch" in str(w.message)]
+    result["unfrozen"] = [str(w.message) for w in caught if "branch" in str(w.message)]
     hook.close()
 
     hook = comm_hook("topk", **METHOD, ratio="0:0.25/2:0.01")
     ended = hooked(rank, hook)
-    found["schedule"] = torch.equal(ended, alone(hook, model(), size))
-    found["stages"] = [hook.settings.compressor.ratio, hook.settings.later[2].ratio]
+    result["schedule"] = torch.equal(ended, alone(hook, model(), size))
+    result["stages"] = [hook.settings.compressor.ratio, hook.settings.later[2].ratio]
     hook.close()
-    return found
+    return result
 
 
 @job
 def resized(rank: int, size: int) -> dict[str, Any]:
     """Go on with another number of ranks: refused, or the sum of all residuals is kept."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     options = {**METHOD, "collective": "twoshot"}
     ddp = wrapped(model())
     hook = comm_hook("onebit", **options).register(ddp)
@@ -1201,14 +1209,14 @@ def resized(rank: int, size: int) -> dict[str, Any]:
     names = [*merged]
     part = dist.new_group([0, 2])
     if rank == 1:
-        return found
+        return result
     few = wrapped(model(), process_group=part)
     plain = comm_hook("onebit", **options)
     plain.load_state_dict(merged)
-    found["refused"] = refused(lambda: plain.register(few))
+    result["refused"] = refused(lambda: plain.register(few))
     lost = comm_hook("onebit", **options, on_resize="redistribute")
     lost.load_state_dict({key: merged[key] for key in names[:2]})
-    found["one is missing"] = refused(lambda: lost.register(wrapped(model(), process_group=part)))
+    result["one is missing"] = refused(lambda: lost.register(wrapped(model(), process_group=part)))
     hook = comm_hook("onebit", **options, on_resize="redistribute")
     hook.load_state_dict(merged)
     hook.register(few)
@@ -1223,10 +1231,10 @@ def resized(rank: int, size: int) -> dict[str, Any]:
             carried.append(bool(old[1].any()))
         if name.endswith("owner"):
             owners.append(torch.equal(torch.cat(old), torch.cat(new)))
-    found |= {"residuals": equal, "owners": owners, "carried": carried, "step": hook.step}
+    result |= {"residuals": equal, "owners": owners, "carried": carried, "step": hook.step}
     with torch.no_grad():
         few.module.load_state_dict(ddp.module.state_dict())
     train(few, sgd(few), range(3, 5), rank)
-    found["trains on"] = hook.step
+    result["trains on"] = hook.step
     hook.close()
-    return found
+    return result

@@ -161,7 +161,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """Return the product of all declarations, without combinations that do not exist."""
-    made = []
+    result = []
     for framework, kind, point, caught, when in product(
         SIZES, KINDS, POINTS, (False, True), (0, 2)
     ):
@@ -174,8 +174,8 @@ def cells() -> list[Cell]:
             continue
         subsets = ["rank 0", f"rank {SIZES[framework] - 1}"]
         subsets.append(f"rank 0{SERVES}" if kind in ENDS else "all")
-        made += [Cell(framework, kind, point, caught, ranks, when) for ranks in subsets]
-    return made
+        result += [Cell(framework, kind, point, caught, ranks, when) for ranks in subsets]
+    return result
 
 
 # ---- one rank of a job ---------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Job:
                 bucket_mb=0,
                 timeout=self.limits.timeout,
                 check_every=1,
-                on_check=lambda found: FAULT.at("on_check"),
+                on_check=lambda comparisons: FAULT.at("on_check"),
             )
             self.register = lambda: hook.register(self.model)
         else:
@@ -358,15 +358,17 @@ class Job:
         mean = sum(batch(rank) for rank in range(size)) / size
         kinds = set()
         for parameter in self.model.parameters():
-            got, want = parameter.grad, mean
-            if got is not None and hasattr(got, "to_local"):
-                shards = got.device_mesh.size()
-                want = mean.chunk(shards)[got.device_mesh.get_local_rank()]
-                got = got.to_local()
-            if got is not None and got.isnan().all():
+            gradient, want = parameter.grad, mean
+            if gradient is not None and hasattr(gradient, "to_local"):
+                shards = gradient.device_mesh.size()
+                want = mean.chunk(shards)[gradient.device_mesh.get_local_rank()]
+                gradient = gradient.to_local()
+            if gradient is not None and gradient.isnan().all():
                 kinds.add("nan")
             else:
-                kinds.add("mean" if got is not None and torch.equal(got, want) else "wrong")
+                kinds.add(
+                    "mean" if gradient is not None and torch.equal(gradient, want) else "wrong"
+                )
         if kinds == {"mean", "nan"} and self.cell.framework not in DDP:
             return "nan"  # FSDP has reduced the modules before the non-finite one
         return kinds.pop() if len(kinds) == 1 else "wrong"
@@ -393,11 +395,20 @@ def _collectives() -> Iterator[None]:
 
 
 BROKEN = {
-    "swallow": "hands local gradients back in place of an error",
-    "mute": "does not stop the other ranks when this one fails",
-    "apart": "does not agree with the other ranks",
+    "swallow": (
+        "ddp/raise/decode/caught/rank 1/step 0",
+        "returns local gradients instead of an error",
+    ),
+    "mute": (
+        "ddp/raise/encode/caught/rank 1/step 0",
+        "does not stop the other ranks when this one fails",
+    ),
+    "apart": (
+        "ddp/nonfinite, skip/forward/not caught/rank 1/step 0",
+        "does not agree with the other ranks",
+    ),
 }
-"""Deliberate defects of the hook for DDP, which the judge must find."""
+"""Deliberate defects of the hook for DDP, each with a cell in which the judge must notice it."""
 
 
 def _break(hook: Any, broken: str) -> None:
@@ -586,9 +597,7 @@ def start(cell: Cell, limits: Limits) -> tuple[Path, list[Any]]:
     return folder, ranks
 
 
-def run(
-    chosen: Sequence[Cell], limits: Limits, parallel: int, progress: bool = False
-) -> list[dict[str, Any]]:
+def run(chosen: Sequence[Cell], limits: Limits, parallel: int) -> list[dict[str, Any]]:
     """Run cells, several at a time, and judge them."""
     waiting, running, results = list(chosen), [], []
     while waiting or running:
@@ -613,13 +622,12 @@ def run(
             running.remove(item)
             logs = [events(folder, rank) for rank in range(len(ranks))]
             result, wrong, seconds = judge(cell, logs, limits)
-            found = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
-            results.append({**asdict(cell), **found})
+            outcome = {"result": result, "seconds": round(seconds, 2), "wrong": wrong}
+            results.append({**asdict(cell), **outcome})
             shutil.rmtree(folder)
-            if progress and wrong:
+            if wrong and not cell.broken:
                 print(f"{len(results)}/{len(chosen)} {cell.name}: {'; '.join(wrong)}", flush=True)
-    order = {cell.name: number for number, cell in enumerate(chosen)}
-    return sorted(results, key=lambda each: order[named(each).name])
+    return sorted(results, key=lambda each: chosen.index(named(each)))
 
 
 def named(result: dict[str, Any]) -> Cell:
@@ -634,18 +642,18 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "|-|-|-|-|-|-|-|-|-|",
     ]
     for framework, kind in product(SIZES, KINDS):
-        own = [r for r in results if (r["framework"], r["kind"]) == (framework, kind)]
-        if not own:
+        rows = [r for r in results if (r["framework"], r["kind"]) == (framework, kind)]
+        if not rows:
             continue
-        good = [r for r in own if not r["wrong"]]
+        good = [r for r in rows if not r["wrong"]]
         count = {
             how: sum(r["result"] == how for r in good) for how in ("equal", "skipped", "stopped")
         }
         slowest = max((r["seconds"] for r in good if r["result"] == "stopped"), default=0.0)
         lines.append(
-            f"| {framework} | {KINDS[kind]} | {len({r['point'] for r in own})} | {len(own)} | "
+            f"| {framework} | {KINDS[kind]} | {len({r['point'] for r in rows})} | {len(rows)} | "
             f"{count['equal']} | {count['skipped']} | {count['stopped']} | {slowest:.1f} | "
-            f"{len(own) - len(good)} |"
+            f"{len(rows) - len(good)} |"
         )
     lines += [f"* {named(r).name}: {'; '.join(r['wrong'])}" for r in results if r["wrong"]]
     return "\n".join(lines)
@@ -674,20 +682,28 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names of cells")
     parser.add_argument("--every", type=int, default=1, help="run every n-th cell")
     parser.add_argument("--parallel", type=int, default=4, help="jobs at a time")
-    parser.add_argument("--broken", choices=BROKEN, default="", help="defect of the hook")
+    parser.add_argument("--broken", action="store_true", help="also run each cell of BROKEN")
     options = parser.parse_args()
     chosen = [cell for cell in cells() if any(part in cell.name for part in options.only)]
     if not chosen:
         parser.error(f"--only {options.only}: no cell has this name")
-    chosen = [replace(cell, broken=options.broken) for cell in chosen[:: options.every]]
+    chosen = chosen[:: options.every]
+    if options.broken:
+        by_name = {cell.name: cell for cell in cells()}
+        chosen += [replace(by_name[cell], broken=name) for name, (cell, _) in BROKEN.items()]
     began = time.monotonic()
-    results = run(chosen, Limits(), options.parallel, progress=True)
+    everything = run(chosen, Limits(), options.parallel)
     spent = time.monotonic() - began
+    results = [each for each in everything if not each["broken"]]
     print(table(results))
-    print(f"{len(results)} cells in {spent:.0f} s")
-    if not options.broken and options.every == 1:
+    missed = False
+    for each in everything[len(results) :]:
+        print(f"broken: {each['broken']}: {'; '.join(each['wrong']) or 'not noticed'}")
+        missed |= not each["wrong"]
+    print(f"{len(everything)} cells in {spent:.0f} s")
+    if options.every == 1:
         store(results)
-    sys.exit(any(each["wrong"] for each in results))
+    sys.exit(missed or any(each["wrong"] for each in results))
 
 
 if __name__ == "__main__":

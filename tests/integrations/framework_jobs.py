@@ -127,8 +127,8 @@ def by_hand(
     pairs = make(model.module)
     hook = None
     if method is not None:
-        given = {} if follow is not None else {"optimizer": [pair[0] for pair in pairs]}
-        hook = gcbench.comm_hook(method, check_every=check_every, **OPTIONS, **given)
+        rates = {} if follow is not None else {"optimizer": [pair[0] for pair in pairs]}
+        hook = gcbench.comm_hook(method, check_every=check_every, **OPTIONS, **rates)
         hook.register(model)
     for epoch in range(epochs):
         if epoch == renew:
@@ -371,12 +371,12 @@ def lightning_states(rank: int, size: int, folder: Path) -> dict[str, Any]:
     trainer.callbacks = [callback, Fails(), OnExceptionCheckpoint(folder)]
     with contextlib.suppress(RuntimeError):
         _lightning(folder, 3, trainer=trainer, callback=callback)
-    found = _lightning(
+    fitted = _lightning(
         folder, 2, found_rate(), extra=[pl.callbacks.LearningRateFinder(num_training_steps=12)]
     )
-    result["after the search"] = [found[2].hook.step, end(found[0])]
-    found = _lightning(folder, 2, found_rate(found[0].lr))
-    result["without a search"] = [found[2].hook.step, end(found[0])]
+    result["after the search"] = [fitted[2].hook.step, end(fitted[0])]
+    fitted = _lightning(folder, 2, found_rate(fitted[0].lr))
+    result["without a search"] = [fitted[2].hook.step, end(fitted[0])]
     broken = torch.load(folder / "on_exception.ckpt", weights_only=True)
     result["on exception"] = [key for key in broken["callbacks"] if "Compression" in key]
     result["closed"] = callback.hook._closed
@@ -398,7 +398,7 @@ def lightning_refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
     deepspeed = type("DeepSpeedStrategy", (strategies.DDPStrategy,), {})()
     single = strategies.SingleDeviceStrategy()
-    found = {
+    fitted = {
         "single": refused(fits(None, strategy=single)),
         "fsdp": refused(sets_up(strategies.FSDPStrategy())),
         "fsdp2": refused(sets_up(strategies.ModelParallelStrategy())),
@@ -407,7 +407,7 @@ def lightning_refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "optimizer": refused(lambda: Compression("int8", optimizer=None)),
         "hook": refused(lambda: Compression("int8").hook),
     }
-    return found
+    return fitted
 
 
 # ---- Accelerate ----------------------------------------------------------------------------------

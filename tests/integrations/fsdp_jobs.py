@@ -59,12 +59,12 @@ def up_between(hook: Any) -> float:
 
 
 def schedule(step: int) -> float:
-    """Return the learning rate that hooks are told where it changes."""
+    """Return the learning rate of the tests in which it changes."""
     return 1.0 if step < 2 else 0.25
 
 
 def train(net: nn.Module, steps: range, rank: int, hook: Any = None) -> Any:
-    """Train as a user would; `hook`, if given, is told the rates of `schedule`."""
+    """Train as a user would; `hook`, if given, follows the rates of `schedule`."""
     optimizer = sgd(net)
     for step in steps:
         if hook is not None:
@@ -106,9 +106,9 @@ def alone(
     optimizer = sgd(net)
     for step in range(steps):
         means = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
-        own = [of(net, step, rank) for rank in range(replicas * size)]
+        gradients_of = [of(net, step, rank) for rank in range(replicas * size)]
         for module in modules:
-            module.exchange(own, means, step, lrs(step))
+            module.exchange(gradients_of, means, step, lrs(step))
         for name, parameter in named.items():
             parameter.grad = means[name]
         optimizer.step()
@@ -122,10 +122,10 @@ class _Alone:
         self.settings, self.layout, self.start = settings, layout, start
         self.size, self.replicas = size, replicas
         plan, *plans = self.plans(0)
-        self.inside = [self.made(size, number, plan) for number in range(replicas)]
-        self.between = [self.made(replicas, replicas + k, plan) for k, plan in enumerate(plans)]
+        self.inside = [self.make(size, number, plan) for number in range(replicas)]
+        self.between = [self.make(replicas, replicas + k, plan) for k, plan in enumerate(plans)]
 
-    def made(self, size: int, number: int, plan: list[Lane]) -> Exchange:
+    def make(self, size: int, number: int, plan: list[Lane]) -> Exchange:
         device = torch.device("cpu")
         world = SimulatedWorld(size, device, Link(10.0, 50.0), 1, 1)
         return Exchange(world, plan, self.settings.seed + (number << 32), Clock(device))
@@ -137,7 +137,7 @@ class _Alone:
         return [plan, *(fsdp.replica_lanes(*words, k, self.start, step) for k in shards)]
 
     def exchange(
-        self, own: list[dict[str, Tensor]], means: dict[str, Tensor], step: int, lr: float
+        self, gradients_of: list[dict[str, Tensor]], means: dict[str, Tensor], step: int, lr: float
     ) -> None:
         if step == self.settings.start_step and step:
             plan, *plans = self.plans(step)
@@ -148,11 +148,11 @@ class _Alone:
         for exchange in (*self.inside, *self.between):
             exchange.follow(lr)
         for number, lane in enumerate(self.layout.lanes()):
-            cut, shards = [self.cut(each, lane) for each in own], []
+            cut, shards = [self.cut(each, lane) for each in gradients_of], []
             for r, exchange in enumerate(self.inside):
                 xs = cut[r * self.size : (r + 1) * self.size]
-                found = exchange.lane_shards(number, xs, step)
-                shards.append([shard.clone() for shard in found])
+                result = exchange.lane_shards(number, xs, step)
+                shards.append([shard.clone() for shard in result])
             for keeper in range(self.size):
                 each = [row[keeper] for row in shards]
                 if self.settings.between is None:
@@ -161,9 +161,9 @@ class _Alone:
                     mean = self.between[keeper].lane_mean(number, each, step)
                 self.put(mean, keeper, lane, means)
 
-    def cut(self, own: dict[str, Tensor], lane: list[Any]) -> Tensor:
+    def cut(self, gradients_of: dict[str, Tensor], lane: list[Any]) -> Tensor:
         """Return what a worker has of a lane: the first keeper's chunks, the second's, ..."""
-        cut = [own[p.name].chunk(self.size) for p in lane]
+        cut = [gradients_of[p.name].chunk(self.size) for p in lane]
         rows = [[each[k] for each in cut if k < len(each)] for k in range(self.size)]
         return torch.cat([chunk.reshape(-1) for row in rows for chunk in row]).float()
 
@@ -192,11 +192,11 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
     """Compare a method with gcbench's own exchange, on rank 0; of each kind, resume one."""
     hook = gcbench.shard_hook(name, **DENSE)
     end = hooked(rank, hook)
-    own = end if rank else alone(hook, size)
+    expected = end if rank else alone(hook, size)
     return {
         "end": digest(end),
-        "equal": torch.equal(end, own),
-        "far": float((end - own).abs().max()),
+        "equal": torch.equal(end, expected),
+        "far": float((end - expected).abs().max()),
         "up": up(hook) / hook.plain_bytes,
         "modules": len(hook._modules),
         "resumed": name not in kinds() or torch.equal(end, resumed(rank, name)),
@@ -213,7 +213,7 @@ def resumed(
 ) -> Tensor:
     """Return the parameters of a job that ended after step 2 and went on as a new one.
 
-    `lr`: what the first hook is told, and the second learns from the state.
+    `lr`: the rate of the first hook, which the second reads from the state.
     """
     net = sharded(mesh=mesh)
     hook = gcbench.shard_hook(name, **DENSE, **options)
@@ -252,7 +252,7 @@ def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], 
 @job
 def plain(rank: int, size: int) -> dict[str, Any]:
     """Train with the method `none` and without a hook: the largest difference, by kind of FSDP."""
-    found = {}
+    result = {}
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     kinds = {"float32": {}, "bfloat16": {"mp_policy": policy}, "sum": {}, "grouped": {}}
     for name, options in kinds.items():
@@ -272,10 +272,10 @@ def plain(rank: int, size: int) -> dict[str, Any]:
                 hook.register(net)
             train(net, range(STEPS), rank)
             ends.append(ended(net))
-        found[name] = float((ends[0] - ends[1]).abs().max())
-    found["moved"] = float((ends[0] - flat(model())).norm())
-    found["bytes"] = up(hook) == hook.plain_bytes
-    return found
+        result[name] = float((ends[0] - ends[1]).abs().max())
+    result["moved"] = float((ends[0] - flat(model())).norm())
+    result["bytes"] = up(hook) == hook.plain_bytes
+    return result
 
 
 @job
@@ -284,7 +284,7 @@ def hybrid(rank: int, size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
     native = sharded(mesh=mesh)
     train(native, range(STEPS), rank)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("none", "qsgd", "onebit"):
         hook = gcbench.shard_hook(name, **DENSE)
         net = sharded(mesh=mesh["shard"])
@@ -292,29 +292,29 @@ def hybrid(rank: int, size: int) -> dict[str, Any]:
         train(net, range(STEPS), rank)
         end = ended(net)
         if name == "none":
-            found["native"] = float((end - ended(native)).abs().max())
-            found["bytes"] = up(hook) == hook.plain_bytes
-        found[name] = torch.equal(end, alone(hook, size // 2, replicas=2))
-    own = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
-    single = sharded(mesh=own["shard"])
-    gcbench.shard_hook("none").register(single, replicas=own["replicate"])
+            result["native"] = float((end - ended(native)).abs().max())
+            result["bytes"] = up(hook) == hook.plain_bytes
+        result[name] = torch.equal(end, alone(hook, size // 2, replicas=2))
+    replicated = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    single = sharded(mesh=replicated["shard"])
+    gcbench.shard_hook("none").register(single, replicas=replicated["replicate"])
     train(single, range(STEPS), rank)
-    found["shards of one rank"] = float((ended(single) - ended(native)).abs().max())
+    result["shards of one rank"] = float((ended(single) - ended(native)).abs().max())
     hook = gcbench.shard_hook("none")
-    found["two dimensions"] = refused(lambda: hook.register(sharded(mesh=mesh)))
-    found["replicas of two dimensions"] = refused(
+    result["two dimensions"] = refused(lambda: hook.register(sharded(mesh=mesh)))
+    result["replicas of two dimensions"] = refused(
         lambda: hook.register(sharded(mesh=mesh["shard"]), replicas=mesh)
     )
     odd = gcbench.shard_hook("none", seed=int(rank == size - 1))
-    found["odd"] = refused(
+    result["odd"] = refused(
         lambda: odd.register(sharded(mesh=mesh["shard"]), replicas=mesh["replicate"])
     )
-    return found
+    return result
 
 
 def kinds() -> list[str]:
     """Return one method for each way to be exchanged: of all, the first that declares it."""
-    found: dict[Any, str] = {}
+    result: dict[Any, str] = {}
     for name in registry.compressors():
         method = registry.compressor(name)
         if not method.rule.plain:
@@ -328,8 +328,8 @@ def kinds() -> list[str]:
             method.draw_shared(Context(segments, key=key)) is not None,
             bool(codec.prepare(method, torch.ones(64), Context(segments)).statistic.numel()),
         )
-        found.setdefault(declared, name)
-    return [*found.values()]
+        result.setdefault(declared, name)
+    return [*result.values()]
 
 
 def grid(size: int) -> tuple[Any, Any]:
@@ -349,32 +349,32 @@ def two(rank: int, hook: Any, shards: Any, replicas: Any) -> Tensor:
 def two_levels(rank: int, size: int) -> dict[str, Any]:
     """Train with each kind of method between replicas, and by gcbench's own exchanges in turn."""
     shards, replicas = grid(size)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     plain = two(rank, gcbench.shard_hook("qsgd", **DENSE), shards, replicas)
     none = gcbench.shard_hook("qsgd", between="none", **DENSE)
-    found["none"] = torch.equal(two(rank, none, shards, replicas), plain)
-    found["none bytes"] = up_between(none)
-    own = sum(p.to_local().numel() for p in sharded(mesh=shards).parameters())
-    found["own bytes"] = 4 * own * STEPS
-    found["methods"] = {}
+    result["none"] = torch.equal(two(rank, none, shards, replicas), plain)
+    result["none bytes"] = up_between(none)
+    elements = sum(p.to_local().numel() for p in sharded(mesh=shards).parameters())
+    result["own bytes"] = 4 * elements * STEPS
+    result["methods"] = {}
     for name in kinds():
         hook = gcbench.shard_hook("int8", between=name, **DENSE)
         end = two(rank, hook, shards, replicas)
         again = resumed(rank, "int8", shards, replicas, between=name)
-        found["methods"][name] = {
+        result["methods"][name] = {
             "end": digest(end),
             "equal": bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2)),
             "differs": not torch.equal(end, plain),
             "resumed": torch.equal(end, again),
         }
-    return found
+    return result
 
 
 @job
 def two_levels_options(rank: int, size: int) -> dict[str, Any]:
     """Train with SDP4Bit's two levels and further options; record bytes."""
     shards, replicas = grid(size)
-    found: dict[str, Any] = {"ends": {}, "equal": {}}
+    result: dict[str, Any] = {"ends": {}, "equal": {}}
     for name, fields in (
         ("sdp4bit", {}),
         ("start", {"start_step": 2}),
@@ -386,34 +386,34 @@ def two_levels_options(rank: int, size: int) -> dict[str, Any]:
     ):
         hook = gcbench.shard_hook("int8", between="hadamard4", **DENSE, **fields)
         end = two(rank, hook, shards, replicas)
-        found["ends"][name] = digest(end)
-        found["equal"][name] = bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2))
+        result["ends"][name] = digest(end)
+        result["equal"][name] = bool(rank) or torch.equal(end, alone(hook, size // 2, replicas=2))
         if name == "sdp4bit":
-            found["chunks"] = {
+            result["chunks"] = {
                 module.name: [parameter.chunks for parameter in module.layout.parameters]
                 for module in hook._modules
             }
-            found["up"] = up(hook), up_between(hook)
-            found["phases"] = hook.seconds
-            found["shard"] = shards.get_local_rank()
+            result["up"] = up(hook), up_between(hook)
+            result["phases"] = hook.seconds
+            result["shard"] = shards.get_local_rank()
     net = sharded(mesh=shards)
     hook = gcbench.shard_hook("int8", between="onebit", **DENSE).register(net, replicas=replicas)
     train(net, range(STEPS), rank, hook)
-    own = alone(hook, size // 2, replicas=2, lrs=schedule)
-    found["equal"]["learning rate"] = torch.equal(ended(net), own)
+    expected = alone(hook, size // 2, replicas=2, lrs=schedule)
+    result["equal"]["learning rate"] = torch.equal(ended(net), expected)
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
     one = gcbench.shard_hook("none", between="qsgd", **DENSE)
     end = two(rank, one, mesh["shard"], mesh["replicate"])
-    found["equal"]["shards of one rank"] = torch.equal(end, alone(one, 1, replicas=size))
-    found["plain of one"] = one.plain_bytes == 4 * STEPS * end.numel()
-    return found
+    result["equal"]["shards of one rank"] = torch.equal(end, alone(one, 1, replicas=size))
+    result["plain of one"] = one.plain_bytes == 4 * STEPS * end.numel()
+    return result
 
 
 @job
 def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
     """Break the exchange of replicas: other positions on each rank, draws shared with the first."""
     shards, replicas = grid(size)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in ("right", "seeds"):
         hook = gcbench.shard_hook("none", between="randomk", between_options={"ratio": 0.5})
         net = sharded(mesh=shards)
@@ -422,59 +422,59 @@ def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
             module.between.exchange.seed += rank if name == "seeds" else 0
         if name == "right":
             train(net, range(STEPS), rank)
-            found[name] = digest(ended(net))
+            result[name] = digest(ended(net))
         else:
-            found[name] = refused(lambda net=net: train(net, range(STEPS), rank))
+            result[name] = refused(lambda net=net: train(net, range(STEPS), rank))
     hook = gcbench.shard_hook("none", between="qsgd")
     net = sharded(mesh=shards)
     hook.register(net, replicas=replicas)
     for module in hook._modules:
         module.between.exchange.seed = module.inside.exchange.seed
     train(net, range(STEPS), rank)
-    found["shared draws"] = torch.equal(ended(net), alone(hook, size // 2, replicas=2))
-    return found
+    result["shared draws"] = torch.equal(ended(net), alone(hook, size // 2, replicas=2))
+    return result
 
 
 @job
 def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
-    hook, found, odd = gcbench.shard_hook, {}, rank == size - 1
+    hook, result, odd = gcbench.shard_hook, {}, rank == size - 1
     shards, replicas = grid(size)
 
-    def register(made: Any, others: Any = replicas) -> Any:
-        return made.register(sharded(mesh=shards), replicas=others)
+    def register(one: Any, others: Any = replicas) -> Any:
+        return one.register(sharded(mesh=shards), replicas=others)
 
-    found["no replicas"] = refused(lambda: register(hook("int8", between="qsgd"), None))
-    found["wrong replicas"] = refused(lambda: register(hook("int8"), shards))
-    found["method"] = refused(
+    result["no replicas"] = refused(lambda: register(hook("int8", between="qsgd"), None))
+    result["wrong replicas"] = refused(lambda: register(hook("int8"), shards))
+    result["method"] = refused(
         lambda: register(hook("int8", between="qsgd" if odd else "hadamard4"))
     )
-    found["absent"] = refused(lambda: register(hook("int8", between=None if odd else "hadamard4")))
-    found["field"] = refused(
+    result["absent"] = refused(lambda: register(hook("int8", between=None if odd else "hadamard4")))
+    result["field"] = refused(
         lambda: register(hook("int8", between="qsgd", between_options={"levels": 3 + odd}))
     )
     memory = {"between_memory": "none" if odd else "residual"}
-    found["memory"] = refused(lambda: register(hook("int8", between="hadamard4", **memory)))
+    result["memory"] = refused(lambda: register(hook("int8", between="hadamard4", **memory)))
     state = register(hook("int8", between="hadamard4")).state_dict()
 
     def loaded(between: str | None) -> Any:
-        made = hook("int8", between=between)
-        made.load_state_dict(state)
-        return register(made)
+        one = hook("int8", between=between)
+        one.load_state_dict(state)
+        return register(one)
 
-    found["state without"] = refused(lambda: loaded(None))
-    found["state of another"] = refused(lambda: loaded("int8"))
+    result["state without"] = refused(lambda: loaded(None))
+    result["state of another"] = refused(lambda: loaded("int8"))
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
     net = sharded(mesh=mesh["shard"])
     hook("int8", between="hadamard4").register(net, replicas=mesh["replicate"])
     x, _ = batch(0, rank)
-    found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
-    return found
+    result["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
+    return result
 
 
 @job
 def options(rank: int, size: int) -> dict[str, Any]:
     """Train with each option of the hook, and by gcbench's own exchange."""
-    found = {}
+    result = {}
     for name, fields in (
         ("start", {"compressor": "onebit", "start_step": 2}),
         ("seed", {"compressor": "qsgd", "seed": 5}),
@@ -484,10 +484,10 @@ def options(rank: int, size: int) -> dict[str, Any]:
         ("decay", {"compressor": "topk", "memory_options": {"decay": 0.5}}),
     ):
         hook = gcbench.shard_hook(**fields)
-        found[name] = torch.equal(hooked(rank, hook), alone(hook, size))
+        result[name] = torch.equal(hooked(rank, hook), alone(hook, size))
     end = hooked(rank, gcbench.shard_hook("onebit", start_step=2, **DENSE))
-    found["resumed at the start"] = torch.equal(end, resumed(rank, "onebit", start_step=2))
-    return found
+    result["resumed at the start"] = torch.equal(end, resumed(rank, "onebit", start_step=2))
+    return result
 
 
 @job
@@ -496,13 +496,13 @@ def broken(rank: int, size: int) -> dict[str, Any]:
     hook = gcbench.shard_hook("qsgd")
     end = hooked(rank, hook)
     hook._settings = dataclasses.replace(hook.settings, seed=1)
-    found = {"seed": torch.equal(end, alone(hook, size))}
+    result = {"seed": torch.equal(end, alone(hook, size))}
     right = fsdp.Layout.give
     fsdp.Layout.give = lambda self, lane, shard, *words: right(self, lane, shard.roll(1), *words)
     hook = gcbench.shard_hook("none")
-    found["place"] = torch.equal(hooked(rank, hook), alone(hook, size))
+    result["place"] = torch.equal(hooked(rank, hook), alone(hook, size))
     fsdp.Layout.give = right
-    return found
+    return result
 
 
 @job
@@ -511,12 +511,12 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
     net = sharded()
     hook.register(net)
     train(net, range(STEPS), rank, hook)
-    own = alone(hook, size, lrs=schedule)
+    expected = alone(hook, size, lrs=schedule)
     constant = hooked(rank, gcbench.shard_hook("onebit", **DENSE))
     return {
-        "equal": torch.equal(ended(net), own),
+        "equal": torch.equal(ended(net), expected),
         "resumed": torch.equal(resumed(rank, "onebit", lr=0.01), constant),
-        "matters": not torch.equal(own, alone(hook, size)),
+        "matters": not torch.equal(expected, alone(hook, size)),
     }
 
 
@@ -566,34 +566,34 @@ def accumulation(rank: int, size: int) -> dict[str, Any]:
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
     """Train with a parameter that has no gradient: FSDP leaves it out, unless told not to."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
 
     def leave_out(net: nn.Module, step: int, rank: int) -> dict[str, Tensor]:
         x, y = batch(step, rank)
         x = torch.relu(net.norm(net.conv(x))).flatten(1)
         return of_loss(net, cross_entropy(torch.relu(net.hidden(x))[:, :5], y))
 
-    def run(hook: Any, *, told: bool) -> Tensor:
+    def run(hook: Any, *, unused: bool) -> Tensor:
         net = model()
         net.forward = lambda x: torch.relu(
             net.hidden(torch.relu(net.norm(net.conv(x))).flatten(1))
         )[:, :5].clone()
         sharded(net)
-        if told:
+        if unused:
             net.set_reduce_scatter_unused_params(True)
         hook.register(net)
         train(net, range(STEPS), rank)
         return ended(net)
 
     one = gcbench.shard_hook("onebit")
-    found["refused"] = refused(lambda: run(one, told=False))
+    result["refused"] = refused(lambda: run(one, unused=False))
     if not takes_unused():
-        return found
+        return result
     other = gcbench.shard_hook("terngrad")
-    end = run(other, told=True)
+    end = run(other, unused=True)
     other._modules = [each for each in other._modules if each.step]
-    found["equal"] = torch.equal(end, alone(other, size, of=leave_out))
-    return found
+    result["equal"] = torch.equal(end, alone(other, size, of=leave_out))
+    return result
 
 
 @job
@@ -616,47 +616,47 @@ def placement(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def refusals(rank: int, size: int) -> dict[str, Any]:
-    hook, found = gcbench.shard_hook, {}
-    found["no fsdp"] = refused(lambda: hook("none").register(model()))
+    hook, result = gcbench.shard_hook, {}
+    result["no fsdp"] = refused(lambda: hook("none").register(model()))
     frozen = model()
     frozen.requires_grad_(False)
-    found["frozen"] = refused(lambda: hook("none").register(sharded(frozen)))
-    found["double"] = refused(lambda: hook("none").register(sharded(model().double())))
+    result["frozen"] = refused(lambda: hook("none").register(sharded(frozen)))
+    result["double"] = refused(lambda: hook("none").register(sharded(model().double())))
     half = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    found["half"] = refused(lambda: hook("none").register(sharded(mp_policy=half)))
+    result["half"] = refused(lambda: hook("none").register(sharded(mp_policy=half)))
     mixed = model()
     mixed.hidden.bfloat16()
     mixed.hidden.bias = nn.Parameter(mixed.hidden.bias.detach().float())
-    found["mixed"] = refused(lambda: hook("none").register(sharded(mixed)))
+    result["mixed"] = refused(lambda: hook("none").register(sharded(mixed)))
     net = sharded()
     one = hook("none").register(net)
-    found["second hook"] = refused(lambda: hook("none").register(net))
-    found["same hook"] = refused(lambda: one.register(sharded()))
+    result["second hook"] = refused(lambda: hook("none").register(net))
+    result["same hook"] = refused(lambda: one.register(sharded()))
     state = one.state_dict()
 
     def loaded(**changes: Any) -> Any:
-        made = hook("none", seed=changes.pop("seed", 0))
-        made.load_state_dict(changed(state, **changes))
-        return made.register(sharded())
+        one = hook("none", seed=changes.pop("seed", 0))
+        one.load_state_dict(changed(state, **changes))
+        return one.register(sharded())
 
-    found["state of another rank"] = refused(lambda: loaded(rank=size))
-    found["state of other settings"] = refused(lambda: loaded(seed=3))
-    found["state of another format"] = refused(lambda: loaded(format=99))
-    found["state of another rank alone"] = refused(lambda: loaded(rank=size if rank else 0))
+    result["state of another rank"] = refused(lambda: loaded(rank=size))
+    result["state of other settings"] = refused(lambda: loaded(seed=3))
+    result["state of another format"] = refused(lambda: loaded(format=99))
+    result["state of another rank alone"] = refused(lambda: loaded(rank=size if rank else 0))
     factor = sharded()
     factor.hidden.set_gradient_divide_factor(3.0)
-    found["factor"] = refused(lambda: hook("none").register(factor))
+    result["factor"] = refused(lambda: hook("none").register(factor))
     factor = sharded()
     hook("none").register(factor)
     factor.set_gradient_divide_factor(3.0)
-    found["factor later"] = refused(lambda: train(factor, range(1), rank))
+    result["factor later"] = refused(lambda: train(factor, range(1), rank))
     part = dist.new_group([rank], use_local_synchronization=True)
     net = sharded()
     one = hook("none").register(net)
     row = torch.zeros(one._modules[0].layout.row)
     words = row.repeat(size), part, dist.ReduceOp.AVG
-    found["another group"] = refused(lambda: one._modules[0](row, *words))
-    return found
+    result["another group"] = refused(lambda: one._modules[0](row, *words))
+    return result
 
 
 @job
@@ -666,27 +666,27 @@ def refused_kinds(rank: int, size: int) -> dict[str, Any]:
     from torch.distributed.fsdp._fully_shard import _fsdp_common
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
 
-    hook, found = gcbench.shard_hook, {}
-    found["replicated"] = refused(lambda: hook("none").register(replicate(model())))
+    hook, result = gcbench.shard_hook, {}
+    result["replicated"] = refused(lambda: hook("none").register(replicate(model())))
     both = init_device_mesh("cpu", (1, size), mesh_dim_names=("data", "tensor"))
     parallel = model()
     parallelize_module(parallel.hidden, both["tensor"], ColwiseParallel())
     net = sharded(parallel, both["data"])
-    found["tensor parallel"] = refused(lambda: hook("none").register(net))
+    result["tensor parallel"] = refused(lambda: hook("none").register(net))
     hooked_already = sharded()
     hooked_already.hidden.set_all_reduce_hook(lambda shard: None)
     alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("all", "one"))["one"]
-    found["all-reduce hook"] = refused(
+    result["all-reduce hook"] = refused(
         lambda: hook("none").register(hooked_already, replicas=alone)
     )
     fake = DeviceMesh.from_group(dist.new_group(list(range(size)), backend="fake"), "cpu")
-    found["backend"] = refused(lambda: hook("none").register(sharded(mesh=fake)))
-    found["backend of replicas"] = refused(
+    result["backend"] = refused(lambda: hook("none").register(sharded(mesh=fake)))
+    result["backend of replicas"] = refused(
         lambda: hook("none").register(sharded(mesh=alone), replicas=fake)
     )
     if not hasattr(_fsdp_common, "ShardPlacementResult"):
-        found["several meshes"] = {"skipped": "this torch takes one mesh for a module"}
-        return found
+        result["several meshes"] = {"skipped": "this torch takes one mesh for a module"}
+        return result
     other = _fsdp_common.FSDPMeshInfo(mesh=alone, shard_mesh_dim=0)
     elsewhere = _fsdp_common.ShardPlacementResult(Shard(0), other)
     net = model()
@@ -695,31 +695,31 @@ def refused_kinds(rank: int, size: int) -> dict[str, Any]:
         mesh=init_device_mesh("cpu", (size,)),
         shard_placement_fn=lambda p: elsewhere if p.ndim > 3 else None,
     )
-    found["several meshes"] = refused(lambda: hook("none").register(net))
-    return found
+    result["several meshes"] = refused(lambda: hook("none").register(net))
+    return result
 
 
 @job
 def differences(rank: int, size: int) -> dict[str, Any]:
     """Ranks that register different things, or nothing; and a gradient that is not finite."""
-    hook, odd, found = gcbench.shard_hook, rank == size - 1, {}
-    found["method"] = refused(lambda: hook("qsgd" if odd else "terngrad").register(sharded()))
-    found["seed"] = refused(lambda: hook("none", seed=int(odd)).register(sharded()))
+    hook, odd, result = gcbench.shard_hook, rank == size - 1, {}
+    result["method"] = refused(lambda: hook("qsgd" if odd else "terngrad").register(sharded()))
+    result["seed"] = refused(lambda: hook("none", seed=int(odd)).register(sharded()))
     patience, handshake.PATIENCE = handshake.PATIENCE, 1.0
     net = sharded()
     dist.barrier()
     if not odd:
-        found["absent"] = refused(lambda: hook("none").register(net))
+        result["absent"] = refused(lambda: hook("none").register(net))
     dist.barrier()
     if odd:
-        found["absent"] = refused(lambda: hook("none").register(net))
+        result["absent"] = refused(lambda: hook("none").register(net))
     handshake.PATIENCE = patience
     net = sharded()
     one = hook("terngrad").register(net)
     x, _ = batch(0, rank)
-    found["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
-    found["after"] = refused(lambda: one._modules[0](x, x, None, None))
-    return found
+    result["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
+    result["after"] = refused(lambda: one._modules[0](x, x, None, None))
+    return result
 
 
 # ---- nothing goes wrong silently -----------------------------------------------------------------
@@ -731,8 +731,8 @@ def carried(hook: Any) -> list[Tensor]:
         value.clone()
         for module in hook._modules
         for level in module.levels
-        for own in (*level.exchange.workers[0], *level.exchange.joint)
-        for value in own.values()
+        for state in (*level.exchange.workers[0], *level.exchange.joint)
+        for value in state.values()
     ]
 
 
@@ -740,7 +740,7 @@ def same(before: list[Tensor], after: list[Tensor], factor: float = 1.0) -> bool
     return all(torch.equal(b * factor, a) for b, a in zip(before, after, strict=True))
 
 
-def late_nan(module: nn.Module, given: Any, out: Tensor) -> None:
+def late_nan(module: nn.Module, inputs: Any, out: Tensor) -> None:
     """Make the gradients of a module NaN that ends its backward pass last, and no others."""
     out.register_hook(lambda gradient: gradient * torch.nan)
 
@@ -748,7 +748,7 @@ def late_nan(module: nn.Module, given: Any, out: Tensor) -> None:
 @job
 def silent(rank: int, size: int) -> dict[str, Any]:
     """One rank's gradient is not finite; rates that differ; states; another step after an error."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     x, y = batch(0, rank)
 
     def backward(net: nn.Module) -> None:
@@ -764,25 +764,25 @@ def silent(rank: int, size: int) -> dict[str, Any]:
         handle = None
         if rank == size - 1:
             handle = net.conv.register_forward_hook(late_nan)
-        found[when] = refused(lambda net=net: backward(net))
+        result[when] = refused(lambda net=net: backward(net))
         if handle is not None:
             handle.remove()
         if when == "skip":
-            found["nan"] = bool(names["conv.weight"].grad.to_local().isnan().all())
-            found["untouched"] = same(before, carried(hook))
-            found["counted"] = [hook.step, hook.skipped]
-            found["more bytes"] = up(hook) - bytes_before
+            result["nan"] = bool(names["conv.weight"].grad.to_local().isnan().all())
+            result["untouched"] = same(before, carried(hook))
+            result["counted"] = [hook.step, hook.skipped]
+            result["more bytes"] = up(hook) - bytes_before
             net.zero_grad()
             backward(net)
-            found["and on"] = not same(before, carried(hook)) and hook.skipped == 1
+            result["and on"] = not same(before, carried(hook)) and hook.skipped == 1
         else:
-            found["again"] = refused(lambda net=net: backward(net))
-            found["again, a part"] = refused(lambda net=net: net.hidden(torch.randn(2, 128)))
+            result["again"] = refused(lambda net=net: backward(net))
+            result["again, a part"] = refused(lambda net=net: net.hidden(torch.randn(2, 128)))
 
     net = sharded()
     hook = gcbench.shard_hook("onebit").register(net)
     hook.lr = 0.1 + rank
-    found["rates"] = refused(lambda: backward(net))
+    result["rates"] = refused(lambda: backward(net))
 
     ends = []
     for follows in (True, False):
@@ -800,14 +800,14 @@ def silent(rank: int, size: int) -> dict[str, Any]:
             optimizer.step()
             rate.step()
         ends.append(ended(net))
-    found["optimizer"] = torch.equal(*ends)
+    result["optimizer"] = torch.equal(*ends)
 
     net = sharded()
     hook = gcbench.shard_hook("onebit", start_step=2, **DENSE).register(net)
     train(net, range(3), rank)
     state = hook.state_dict()
     ((_, entry),) = state.items()
-    kept = carried(hook)
+    before = carried(hook)
     root = entry["modules"]["hidden"]
 
     def bad(**values: Any) -> dict[str, Any]:
@@ -823,11 +823,11 @@ def silent(rank: int, size: int) -> dict[str, Any]:
         "step": bad(step=-5),
         "missing": bad(levels=[]),
     }.items():
-        found[f"state, {case}"] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
-    found["unchanged"] = same(kept, carried(hook))
+        result[f"state, {case}"] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
+    result["unchanged"] = same(before, carried(hook))
     train(net, range(3, 4), rank)
     hook.load_state_dict(state)
-    found["loaded"] = same(kept, carried(hook)) and hook.step == 3
+    result["loaded"] = same(before, carried(hook)) and hook.step == 3
 
     place = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(place)
@@ -837,20 +837,20 @@ def silent(rank: int, size: int) -> dict[str, Any]:
         loaded = {"hook": again.state_dict()}
         dcp.load(loaded, checkpoint_id=place[0])
     again.load_state_dict(loaded["hook"])
-    found["dcp"] = [same(kept, carried(again)), again.step, loaded["hook"]["rank"]]
+    result["dcp"] = [same(before, carried(again)), again.step, loaded["hook"]["rank"]]
 
     hook = gcbench.shard_hook("topk", ratio="0:0.5/2:0.1")
     end = hooked(rank, hook)
-    found["schedule"] = not torch.equal(end, hooked(rank, gcbench.shard_hook("topk", ratio=0.5)))
+    result["schedule"] = not torch.equal(end, hooked(rank, gcbench.shard_hook("topk", ratio=0.5)))
     whole = 4 * sum(p.numel() for p in model().parameters())
-    found["bytes"] = up(hook) / whole / STEPS
-    return found
+    result["bytes"] = up(hook) / whole / STEPS
+    return result
 
 
 @job
 def silent_replicas(rank: int, size: int) -> dict[str, Any]:
     """Two replicas of two shards: what one rank finds, all four raise, or all skip."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     shards, replicas = grid(size)
     x, y = batch(0, rank)
     for when in ("stop", "skip"):
@@ -862,10 +862,10 @@ def silent_replicas(rank: int, size: int) -> dict[str, Any]:
         net.zero_grad()
         if rank == 1:
             net.conv.register_forward_hook(late_nan)
-        found[when] = refused(lambda net=net: cross_entropy(net(x).float(), y).backward())
+        result[when] = refused(lambda net=net: cross_entropy(net(x).float(), y).backward())
         if when == "skip":
-            found["untouched"] = same(before, carried(hook))
-            found["nan"] = bool(net.conv.weight.grad.to_local().isnan().all())
+            result["untouched"] = same(before, carried(hook))
+            result["nan"] = bool(net.conv.weight.grad.to_local().isnan().all())
         else:
-            found["again"] = refused(lambda net=net: net(x))
-    return found
+            result["again"] = refused(lambda net=net: net(x))
+    return result

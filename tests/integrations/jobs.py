@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ from typing import Any
 from torch import Tensor
 
 from gcbench.core.errors import GcbenchError
-from gcbench.training import engines, launch
+from gcbench.training import engines, fork_server, launch
+
+PRELOAD = "GCBENCH_TESTS_PRELOAD"
+"""Environment variable with modules that the fork server imports, once instead of once per rank."""
+HEAVY = (
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch.distributed.tensor.parallel", "gcbench.integrations.ddp", "gcbench.integrations.fsdp"),
+)
 
 
 def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[str, Any]:
@@ -31,29 +38,34 @@ def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[
     faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
     engines.join(member, "cpu", 1)
     warnings.simplefilter("error")
-    told, rank, size = importlib.import_module(module), member.rank, member.size
-    found: dict[str, Any] = {}
+    jobs_module, rank, size = importlib.import_module(module), member.rank, member.size
+    result: dict[str, Any] = {}
     for name in methods:
-        found[name] = told.method(rank, size, name)
+        result[name] = jobs_module.method(rank, size, name)
     for name in jobs:
         began = time.perf_counter()
-        found[name] = told.JOBS[name](rank, size)
-        found[name]["seconds"] = time.perf_counter() - began
-    return found
+        result[name] = jobs_module.JOBS[name](rank, size)
+        result[name]["seconds"] = time.perf_counter() - began
+    return result
 
 
-def _in_processes(size: int, words: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return what `work` returns in each process.
+def _in_processes(
+    size: int, call: Callable[..., Any], words: Sequence[Any], modules: Sequence[str] = ()
+) -> list[Any]:
+    """Return the result of `call` in each process, after one import of `modules`.
 
     gloo may fail to connect the sockets of a new group (seen once, torch 2.13, and not again in 15
     tries): then all is tried again, once.
     """
+    os.environ[PRELOAD] = " ".join([*HEAVY, *modules])
     try:
-        return launch.in_processes(size, 1, work, words)
+        return launch.in_processes(size, 1, call, words)
     except GcbenchError as error:
         if "connectFullMesh failed" not in str(error):
             raise
-        return launch.in_processes(size, 1, work, words)
+        return launch.in_processes(size, 1, call, words)
+    finally:
+        del os.environ[PRELOAD]
 
 
 def digest(end: Tensor) -> str:
@@ -82,17 +94,25 @@ def run_program(text: str, folder: Path, *words: str, size: int = 2) -> list[str
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return launch.in_processes(size, 1, program, [text, str(folder), [*words], port])
+    return _in_processes(size, program, [text, str(folder), [*words], port])
 
 
 class Jobs:
     """The jobs of a module; `names`: number of processes -> the jobs that they run.
 
     The methods are run by the largest number of them, in which shards are the least even.
+    `packages`: modules that the jobs import.
     """
 
-    def __init__(self, module: str, methods: Sequence[str], names: Mapping[int, list[str]]) -> None:
+    def __init__(
+        self,
+        module: str,
+        methods: Sequence[str],
+        names: Mapping[int, list[str]],
+        packages: Sequence[str] = (),
+    ) -> None:
         self.module, self.methods, self.names = module, [*methods], names
+        self.modules = [*packages, module]
         self._done: dict[int, Any] = {}
 
     @property
@@ -110,13 +130,13 @@ class Jobs:
             methods = self.methods if size == self.most else []
             words = [self.module, methods, self.names[size]]
             try:
-                self._done[size] = _in_processes(size, words)
+                self._done[size] = _in_processes(size, work, words, self.modules)
             except GcbenchError as error:
                 self._done[size] = error
         if isinstance(self._done[size], GcbenchError):
             raise self._done[size].with_traceback(None)  # or it grows with each test
-        found: list[dict[str, Any]] = self._done[size]
-        return found
+        result: list[dict[str, Any]] = self._done[size]
+        return result
 
     def of(self, job: str, size: int = 2) -> list[Any]:
         """Return each rank's result of one job."""
@@ -125,3 +145,8 @@ class Jobs:
     def method(self, name: str) -> list[Any]:
         """Return each rank's result of one method."""
         return self.of(name, self.most)
+
+
+if Path(sys.argv[0]).name == Path(fork_server.__file__).name:
+    for module_name in os.environ.get(PRELOAD, "").split():
+        importlib.import_module(module_name)

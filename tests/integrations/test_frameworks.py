@@ -18,6 +18,7 @@ JOBS = jobs.Jobs(
     "framework_jobs",
     [],
     {2: [name for name in framework_jobs.JOBS if {*framework_jobs.needs(name)} <= {*INSTALLED}]},
+    [{"lightning": "lightning.pytorch"}.get(name, name) for name in INSTALLED],
 )
 
 

@@ -17,7 +17,7 @@ from gcbench.training.store import Run
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return flips.make(tmp_path_factory.mktemp("flips"))
 
 
@@ -28,22 +28,22 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_flipped_bit_becomes_another_result(made: tuple[Path, Path], name: str) -> None:
-    read = {path.name: (path, calls) for path, calls in flips.readers(*made).items()}
+def test_no_flipped_bit_becomes_another_result(places: tuple[Path, Path], name: str) -> None:
+    read = {path.name: (path, calls) for path, calls in flips.readers(*places).items()}
     assert set(read) == set(NAMES)
     path, calls = read[name]
-    found = flips.outcomes(path, calls, flips.sample(path, 60))
-    assert set(found) <= {"detected", "unchanged"}, found
-    assert found["detected"] > 0
+    counts = flips.outcomes(path, calls, flips.sample(path, 60))
+    assert set(counts) <= {"detected", "unchanged"}, counts
+    assert counts["detected"] > 0
 
 
-def test_what_the_script_calls_silent(made: tuple[Path, Path], monkeypatch) -> None:
+def test_what_the_script_calls_silent(places: tuple[Path, Path], monkeypatch) -> None:
     """Without the digests the script finds changed results: it can say no."""
     monkeypatch.setattr(files, "check_digest", lambda *_: None)
-    run, _ = made
+    run, _ = places
     path = run / "summary.json"
-    found = flips.outcomes(path, flips.readers(*made)[path], flips.sample(path, 200))
-    assert found["silent"] > 0
+    counts = flips.outcomes(path, flips.readers(*places)[path], flips.sample(path, 200))
+    assert counts["silent"] > 0
 
 
 def test_a_row_of_json_is_compared_with_its_digest_if_it_has_one(tmp_path: Path) -> None:

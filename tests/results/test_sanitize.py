@@ -76,7 +76,7 @@ def nested(depth: int) -> list:
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
+    ("over", "message"),
     [
         ({"config": {"options": ["clip"]}}, "`config.options` is a list, a dict expected"),
         ({"config": {"lr": [[1]]}}, "`config.lr` is a list"),
@@ -87,7 +87,7 @@ def nested(depth: int) -> list:
         ({"compressor_name": "x" * 200_000}, "`compressor_name` is a text of 200000 characters"),
     ],
 )
-def test_what_is_no_row_is_refused_with_its_place(tmp_path, over, said):
+def test_what_is_no_row_is_refused_with_its_place(tmp_path, over, message):
     one = summary("none")
     for key, value in over.items():
         one[key] = {**one[key], **value} if isinstance(value, dict) else value
@@ -98,7 +98,7 @@ def test_what_is_no_row_is_refused_with_its_place(tmp_path, over, said):
     assert [row["compressor_name"] for row in json.loads(done.out)] == ["fp16"]
     (line,) = done.err.splitlines()
     assert line.startswith(f"gcbench: left out: {path}, row 2")
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000])

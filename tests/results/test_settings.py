@@ -54,9 +54,9 @@ def test_a_new_setting_touches_one_file(other: Path, tmp_path: Path) -> None:
     assert "How sweet the mean is. Default: 0." in " ".join(invoke("run", "--help").split())
     small = ("--task", "quadratic", "--steps", "2", "--workers", "2", "--batch", "4")
     runs = ("--results", str(tmp_path / "runs"))
-    made = json.loads(invoke("run", *small, *runs, "--flavour", "0,3", "--json"))
-    plain, sweet = made
-    assert [one["config"]["flavour"] for one in made] == [0, 3]
+    config = json.loads(invoke("run", *small, *runs, "--flavour", "0,3", "--json"))
+    plain, sweet = config
+    assert [one["config"]["flavour"] for one in config] == [0, 3]
     assert plain["config_hash"] != sweet["config_hash"]
     before = gcbench("run", *small, "--results", tmp_path / "before", "--json").json
     assert before["config_hash"] == plain["config_hash"], "the default changes no hash"
@@ -76,9 +76,9 @@ def test_literal_declarations_are_those_of_the_classes() -> None:
 
     for name in registry.compressors():
         method = registry.compressor(name)
-        found = declared.of_method({"compressor": name})
-        assert found is not None
-        assert (found.memory, found.memory_options) == (method.memory, method.memory_options)
-        assert found.recipe == method.recipe
+        result = declared.of_method({"compressor": name})
+        assert result is not None
+        assert (result.memory, result.memory_options) == (method.memory, method.memory_options)
+        assert result.recipe == method.recipe
     for name in registry.memories():
         assert declared.has_momentum(name) == registry.memory_class(name).has_momentum

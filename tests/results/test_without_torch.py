@@ -50,12 +50,12 @@ def test_two_runs_take_few_calls_and_no_torch(tmp_path: Path) -> None:
 
 def test_calls_grow_with_the_rows_and_not_with_their_square(tmp_path: Path) -> None:
     def many(count: int) -> int:
-        made = [rows.row(summary("none"), [], "")]
+        runs = [rows.row(summary("none"), [], "")]
         for number in range(count):
             one = summary("topk", 0, 0.5 + number / 10**4, payload_bytes_up=10**6 + number)
             one["config"] |= {"memory": "residual", "options": {"ratio": (number + 1) / 10**4}}
-            made.append(rows.row(one, [], ""))
-        rows.write(tmp_path / f"{count}.parquet", made)
+            runs.append(rows.row(one, [], ""))
+        rows.write(tmp_path / f"{count}.parquet", runs)
         return compared(tmp_path / f"{count}.parquet", "--format", "csv")[0]
 
     few, more = many(200), many(800)

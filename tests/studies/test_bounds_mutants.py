@@ -72,8 +72,8 @@ def test_a_wrong_method_is_caught(name: str, installed, small, tmp_path) -> None
 
 def test_every_theorem_check_catches_something() -> None:
     """Each claim of kind theorem that judges methods is one by which a wrong method must fail."""
-    made = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
-    theorems = {claim.name[:-2] for of in made if (claim := of("x")).kind == "theorem"}
+    makers = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
+    theorems = {claim.name[:-2] for of in makers if (claim := of("x")).kind == "theorem"}
     assert theorems == {group for wrong in WRONG.values() for group in wrong.caught}
 
 
@@ -92,8 +92,8 @@ def test_right_methods_pass_every_check(small, tmp_path, monkeypatch) -> None:
     assert not fails
     assert done.code == 0
     judged = {str(row["claim"]).partition("/")[0] for row in rows}
-    made = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
-    theorems = {of("x").name[:-2] for of in made if of("x").kind == "theorem"}
+    makers = (*codec_claims.OF_METHODS, *quadratic_claims.OF_METHODS)
+    theorems = {of("x").name[:-2] for of in makers if of("x").kind == "theorem"}
     assert judged == theorems - {"contract"}  # which has rows where it fails alone
 
 
@@ -118,7 +118,7 @@ def test_what_no_audit_sees_is_not_judged(base, collectives, why, small) -> None
     work = (codec_claims.units, quadratic_claims.units)
     for unit in (unit for units in work for unit in units({"right": method}, (0,))):
         unit.judge(judged)
-    skipped = {group for group, _, told in judged.absent if why in told}
+    skipped = {group for group, _, reasons in judged.absent if why in reasons}
     assert not [row["claim"] for row in judged.rows if row["verdict"] == "fails"]
     if method.claims.unbiased:
         assert {"unbiased", "variance", "variance-bound"} <= skipped
@@ -130,9 +130,9 @@ def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> N
     """A method that no theorem judges, whatever its code does, does not pass --strict."""
     words = ("bounds", *QUICK, "--methods", "none,twoshotlevels", "--results", tmp_path)
     done = invoke(*words)
-    said = " ".join(done.out.split())
-    assert "owners encode the mean again" in said
-    assert "No theorem judged twoshotlevels: " in said
+    messages = " ".join(done.out.split())
+    assert "owners encode the mean again" in messages
+    assert "No theorem judged twoshotlevels: " in messages
     assert done.code == 1
     assert "no theorem judged twoshotlevels; gcbench verify" in done.err
     again = invoke(*words)
@@ -161,7 +161,7 @@ def test_a_right_method_of_no_levels_is_judged(installed, small, tmp_path) -> No
 
 
 def test_a_right_method_of_no_levels_is_judged_where_gradients_are_zero(installed, tmp_path):
-    """Subtractive dither in training: what is 0 has an error, too, where V / |t| is no bound."""
+    """Subtractive dither in training: zeros have an error, too, where V / |t| is not a bound."""
     words = ("bounds", "--task", "digits", "--methods", "dither", "--claims", "[uv]*/dither")
     quick = ("--steps", 4, "--compressed-steps", 8, "--batches", 8, "--snapshots", 1, "--seed", 0)
     done = invoke(*words, *quick, "--strict", "--results", tmp_path, "--json")
@@ -181,12 +181,12 @@ def test_a_class_derived_from_ours_fails_while_it_trains(installed, tmp_path) ->
     assert done.code == 1
     document = json.loads(done.out)
     assert document["failed"]
-    (found,) = (
+    (result,) = (
         row
         for row in document["tables"][0]["rows"]
         if row["claim"] == "sign/flipped" and row["place"] == "training of digits"
     )
-    assert (found["verdict"], found["setting"]) == ("fails", "4 steps, M=4")
+    assert (result["verdict"], result["setting"]) == ("fails", "4 steps, M=4")
     assert any("sign/flipped" in sentence for sentence in document["conclusions"])
 
 

@@ -25,22 +25,22 @@ BELOW = Claim("small", "somebody", 1.0, above=False)
     ],
 )
 def test_the_whole_interval_is_on_one_side_or_nothing_is_told(values, above, below):
-    result = verdicts.over_seeds(values)
-    assert verdicts.judge(ABOVE, result) == above
-    assert verdicts.judge(BELOW, result) == below
+    measured = verdicts.over_seeds(values)
+    assert verdicts.judge(ABOVE, measured) == above
+    assert verdicts.judge(BELOW, measured) == below
 
 
 def test_an_interval_by_hand():
     """Student's t of two degrees of freedom: 4.3027 standard errors."""
-    result = verdicts.over_seeds([1.0, 2.0, 3.0])
-    assert result.mean == 2.0
-    assert result.high - result.mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
+    measured = verdicts.over_seeds([1.0, 2.0, 3.0])
+    assert measured.mean == 2.0
+    assert measured.high - measured.mean == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
 
 
 def test_a_bracket_takes_the_outer_limits():
-    result = verdicts.bracket([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0])
-    assert (result.low, result.mean, result.high) == (1.0, 2.0, 3.0)
-    assert verdicts.judge(Claim("", "", 2.5, above=True), result) == OPEN
+    measured = verdicts.bracket([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [3.0, 3.0, 3.0])
+    assert (measured.low, measured.mean, measured.high) == (1.0, 2.0, 3.0)
+    assert verdicts.judge(Claim("", "", 2.5, above=True), measured) == OPEN
     wide = verdicts.bracket([0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [math.inf] * 3)
     assert verdicts.judge(Claim("", "", 9.0, above=False), wide) == OPEN
 
@@ -55,8 +55,8 @@ def test_rows_say_what_would_hold_and_sentences_have_the_numbers():
     row = verdicts.row(BELOW, verdicts.over_seeds([0.8, 0.81, 0.79]), method="m")
     assert row["holds_if"] == "at most 1"
     assert row["method"] == "m"
-    (text,) = verdicts.told([row])
-    assert text.startswith("Holds: small (somebody): 0.8 (0.775 to 0.825), n = 3 seeds")
+    (sentence,) = verdicts.sentences([row])
+    assert sentence.startswith("Holds: small (somebody): 0.8 (0.775 to 0.825), n = 3 seeds")
     nothing = verdicts.row(BELOW, verdicts.over_seeds([7.0]))
     assert nothing["low"] is None
-    assert "(- to -)" in verdicts.told([nothing])[0]
+    assert "(- to -)" in verdicts.sentences([nothing])[0]

@@ -58,7 +58,7 @@ def test_the_checkpoint_before_serves_where_the_last_is_damaged(broken_off, simu
     (run.folder / CHECKPOINTS[0]).write_bytes(data)
     assert trainer(config(), run.folder, simulated).fit()["params_sha256"] == whole
     message = capsys.readouterr().err
-    assert "checkpoint.pt cannot be read (its digest is another); going on from the" in message
+    assert "checkpoint.pt cannot be read (its digest does not match); resuming from the" in message
     assert [r["step"] for r in run.records() if r["kind"] == "train"] == list(range(1, STEPS + 1))
 
 

@@ -151,7 +151,7 @@ def test_bytes_of_a_hook_that_calls_something_else_are_not_guessed(simulated):
 
 REFUSED = {
     "one worker": ({"workers": 1}, "--workers 2"),
-    "skip": ({"on_nonfinite": "skip"}, "before all came"),
+    "skip": ({"on_nonfinite": "skip"}, "on_nonfinite=stop"),
     "delay": ({"delay": 1}, "--engine spawn"),
     "local steps": ({"local_steps": 4}, "--engine spawn"),
     "rebroadcast": ({"rebroadcast_every": 2}, "--engine spawn"),
@@ -161,8 +161,8 @@ REFUSED = {
     "bucket elsewhere": ({"engine": "simulate", "bucket_mb": 1.0}, "--engine ddp"),
     "no hook": ({"compressor": "bf16", "hook": "torch"}, "no hook for 'bf16'"),
     "powersgd": ({"compressor": "powersgd", "hook": "torch"}, "hangs on gloo"),
-    "memory": ({"hook": "torch", "memory": "residual"}, "know nothing of it"),
-    "dense": ({"hook": "torch", "dense_below": 5}, "know nothing of it"),
+    "memory": ({"hook": "torch", "memory": "residual"}, "--hook gcbench"),
+    "dense": ({"hook": "torch", "dense_below": 5}, "--hook gcbench"),
 }
 
 

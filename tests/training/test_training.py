@@ -47,8 +47,8 @@ def test_workers_share_out_every_epoch(trainer):
     for epoch in range(2):
         seen = []
         for step in range(per_epoch):
-            created.step = epoch * per_epoch + step
-            seen += [created._indices(rank) for rank in range(4)]
+            at = epoch * per_epoch + step
+            seen += [created.batches.indices(at, rank) for rank in range(4)]
         flat = torch.cat(seen)
         assert len(flat) == per_epoch * 64
         assert len(flat.unique()) == len(flat)
@@ -108,7 +108,7 @@ def test_moving_average_by_hand(trainer):
         average = [
             decay * a + (1 - decay) * p for a, p in zip(average, created.parameters, strict=True)
         ]
-    for a, b in zip(average, created.ema, strict=True):
+    for a, b in zip(average, created.average.values, strict=True):
         torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-6)
 
 

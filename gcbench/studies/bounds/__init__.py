@@ -95,7 +95,7 @@ class Settings(BaseModel):
             UsageError: see `Config.make`.
         """
         name, options = grid.method(self.compressor)
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             "task": self.task,
             "task_options": self.task_options,
             "compressor": name,
@@ -104,21 +104,21 @@ class Settings(BaseModel):
             "steps": self.steps,
             "seed": seed,
         }
-        given |= {
+        values |= {
             key: value for key in ("batch", "lr") if (value := getattr(self, key)) is not None
         }
-        made = Config.make(given)
-        configuration.check_limits(made)
-        return made
+        config = Config.make(values)
+        configuration.check_limits(config)
+        return config
 
     def chosen(self) -> dict[str, Compressor]:
         """Return the methods to test, by their words; a file is called by its registered name."""
         from gcbench.core import registry
 
-        known = methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
+        chosen = methods.all_of(self.methods or None, [*registry.compressors(), *PUBLISHED])
         if self.compressor != "none":  # the compressor of the training is tested as well
-            known.setdefault(self.compressor, methods.parse(self.compressor))
-        return {methods.short(word): method for word, method in known.items()}
+            chosen.setdefault(self.compressor, methods.parse(self.compressor))
+        return {methods.short(word): method for word, method in chosen.items()}
 
     def wanted(self, name: str) -> bool:
         """Return whether a claim is to be tested; of a name that ends in "/", any of its group."""
@@ -131,14 +131,14 @@ class Settings(BaseModel):
         return captures.spread(self.steps, min(self.snapshots, self.steps))
 
 
-def make(**given: Any) -> Settings:
+def make(**values: Any) -> Settings:
     """Return settings with the values that the user gave, checked.
 
     Raises:
         UsageError: a value is out of range, no claim matches, or the training's config is invalid.
     """
     try:
-        settings = Settings(**given)
+        settings = Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
         where = "/".join(map(str, first["loc"]))
@@ -188,7 +188,7 @@ def run(
         GcbenchError: a gradient is not finite, data are missing, the folder cannot be written.
     """
     check(settings)
-    made = Analysis.of(KIND, settings, command, tables=[])
+    analysis = Analysis.of(KIND, settings, command, tables=[])
     chosen = settings.chosen()
     work = [*codec_claims.units(chosen, settings.seeds)]
     work += quadratic_claims.units(chosen, settings.seeds)
@@ -203,7 +203,7 @@ def run(
         if train and settings.compressed_steps
         if any(settings.wanted(make(word).name) for make in codec_claims.AUDITED)
     ]
-    folder = results / made.name
+    folder = results / analysis.name
     steps = settings.steps * len(seeds), settings.compressed_steps * len(compressed)
     shown = progress.observer(mode, KIND, len(units) + sum(steps))
     judged = Judged(settings.wanted)
@@ -211,21 +211,21 @@ def run(
         try:
             before = 0
 
-            def told(step: int) -> None:
+            def report(step: int) -> None:
                 shown.step(before + step, f"{key}, step {step}")
 
             records, audits = [], []
             for seed in seeds:
                 key = f"seed {seed}"
                 if key not in ledger:
-                    ledger[key] = _train(settings, seed, folder, data_dir, told)
+                    ledger[key] = _train(settings, seed, folder, data_dir, report)
                 records.append(ledger[key])
                 before += settings.steps
             for word, method, seed in compressed:
                 key = f"training {word}, seed {seed}"
                 if key not in ledger:
                     args = settings.config(seed), word, method, settings.compressed_steps, folder
-                    ledger[key] = training.train(*args, data_dir, told)
+                    ledger[key] = training.train(*args, data_dir, report)
                 audits.append((word, ledger[key]))
                 before += settings.compressed_steps
             _compressed(settings, audits, judged)
@@ -235,45 +235,45 @@ def run(
             for number, unit in enumerate(units):
                 shown.step(sum(steps) + number, unit.key)
                 if unit.key not in ledger:
-                    own = Judged(settings.wanted)
+                    verdicts = Judged(settings.wanted)
                     try:
-                        unit.judge(own)
+                        unit.judge(verdicts)
                     except Interrupted:
                         raise
-                    except Exception as error:  # the method's, whoever wrote it
+                    except Exception as error:  # from the method
                         word = unit.claims[0].partition("/")[2]
                         claim = codec_claims.contract(word)
-                        said = str(error)
+                        message = str(error)
                         if not isinstance(error, PayloadError):
-                            said = f"{type(error).__name__}: {error}"
+                            message = f"{type(error).__name__}: {error}"
                         where = unit.key.replace(f" {word}", "")
-                        own.refused(claim, unit.place, where, word, said)
-                    ledger[unit.key] = own.record()
+                        verdicts.refused(claim, unit.place, where, word, message)
+                    ledger[unit.key] = verdicts.record()
                 judged.take(ledger[unit.key])
             shown.step(sum(steps) + len(units), "done")
         finally:
             shown.close()
         judged.sort()
-        made.provenance["started"] = ledger.started
-        made.tables = [*_tables(settings, judged, records, audits)]
-        made.conclusions = _conclusions(judged.rows)
+        analysis.provenance["started"] = ledger.started
+        analysis.tables = [*_tables(settings, judged, records, audits)]
+        analysis.conclusions = _conclusions(judged.rows)
         if left := unjudged(settings, judged.rows):
-            made.conclusions.append(
+            analysis.conclusions.append(
                 f"No theorem judged {', '.join(left)}: it claims nothing that one is about, or is "
                 "exchanged by two-shot alone. That says nothing of its code: `gcbench verify` does."
             )
-        made.failed = any(
+        analysis.failed = any(
             row["kind"] == "theorem" and row["verdict"] == "fails" for row in judged.rows
         )
-    return made
+    return analysis
 
 
 def _compressed(settings: Settings, audits: Sequence[tuple[str, Record]], judged: Judged) -> None:
     """Judge the compressed trainings, with all seeds of a method merged."""
     place = f"training of {_network(settings)}"
     for word, together in _by_method(audits).items():
-        told = f"{together['steps']} steps, M={settings.workers}"
-        codec_claims.judge(word, together, judged, place, told)
+        label = f"{together['steps']} steps, M={settings.workers}"
+        codec_claims.judge(word, together, judged, place, label)
 
 
 def _by_method(audits: Sequence[tuple[str, Record]]) -> dict[str, Record]:
@@ -297,7 +297,7 @@ def _train(
     seed: int,
     folder: Path,
     data_dir: Path | None,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> Record:
     """Train with one seed, and return the record of what was observed; `told` gets each step."""
     config = settings.config(seed)
@@ -320,7 +320,7 @@ def _train(
         trainer = Trainer(config, world, Run(folder), options)
         watch.start(trainer)
         for step in range(config.steps):
-            told(step)
+            report(step)
             trainer.train_step()
     finally:
         world.close()
@@ -408,10 +408,10 @@ def _verdicts(name: str, title: str, rows: list[Row]) -> Table:
     )
 
 
-def _codecs(found: Mapping[str, Record]) -> Table:
+def _codecs(records: Mapping[str, Record]) -> Table:
     """Return the table of each method's errors on the gradients of its own compressed training."""
     rows: list[Row] = []
-    for word, record in found.items():
+    for word, record in records.items():
         row: Row = {"method": word, "steps": record["steps"]}
         lost: list[float] = [value for value in record.get("lost", ()) if value is not None]
         if lost:
@@ -457,7 +457,7 @@ VERIFY = (
     "These rows are about theorems. `gcbench verify METHOD` holds its code to what it declares: "
     "with up to 401 workers, tied votes, 300 tensors, far elements, and its bytes."
 )
-TOLD = {"holds": "hold", LOOSELY: "hold loosely", "fails": "fail", "undecided": "undecided"}
+VERBS = {"holds": "hold", LOOSELY: "hold loosely", "fails": "fail", "undecided": "undecided"}
 
 
 def unjudged(settings: Settings, rows: Sequence[Row]) -> list[str]:
@@ -474,10 +474,10 @@ def unjudged(settings: Settings, rows: Sequence[Row]) -> list[str]:
 def _conclusions(rows: Sequence[Row]) -> list[str]:
     counts = []
     for kind in KINDS:
-        own = [row["verdict"] for row in rows if row["kind"] == kind]
-        told = ", ".join(f"{own.count(v)} {TOLD[v]}" for v in VERDICTS if own.count(v))
-        rows_of = f"{kind} rows" if len(own) > 1 else f"{kind} row"
-        counts.append(f"{len(own)} {rows_of}: {told}" if own else "")
+        verdicts = [row["verdict"] for row in rows if row["kind"] == kind]
+        numbers = [f"{verdicts.count(v)} {VERBS[v]}" for v in VERDICTS if verdicts.count(v)]
+        rows_of = f"{kind} rows" if len(verdicts) > 1 else f"{kind} row"
+        counts.append(f"{len(verdicts)} {rows_of}: {', '.join(numbers)}" if verdicts else "")
     sentences = ["; ".join(filter(None, counts)) + "."]
     for verdict, meaning in (
         ("undecided", "could not be decided: the interval is too wide for the bound"),
@@ -489,9 +489,9 @@ def _conclusions(rows: Sequence[Row]) -> list[str]:
             for row in such:
                 group, _, word = str(row["claim"]).partition("/")
                 words.setdefault(group, {})[word] = None
-            told = ", ".join(f"{group} ({', '.join(of)})" for group, of in words.items())
+            claims = ", ".join(f"{group} ({', '.join(of)})" for group, of in words.items())
             rows_of = "theorem row" if len(such) == 1 else "theorem rows"
-            sentences.append(f"{len(such)} {rows_of} {meaning}: {told}.")
+            sentences.append(f"{len(such)} {rows_of} {meaning}: {claims}.")
     for row in rows:
         if row["verdict"] == "fails":
             measured, bound = measuring.cell(row["measured"]), measuring.cell(row["bound"])
@@ -573,9 +573,9 @@ def _panel(axes: Axes, rows: Sequence[Row], longest: int) -> None:
 def _title(analysis: Analysis, place: str) -> str:
     if place == quadratic_claims.PLACE:
         return f"{place}, copies of {quadratics.ELEMENTS} elements in all"
-    known = analysis.settings
-    seeds = f"{len(known['seeds'])} seed{'s' * (len(known['seeds']) > 1)}"
-    return f"{place}\n{known['workers']} workers, {seeds}" if "of " in place else place
+    settings = analysis.settings
+    seeds = f"{len(settings['seeds'])} seed{'s' * (len(settings['seeds']) > 1)}"
+    return f"{place}\n{settings['workers']} workers, {seeds}" if "of " in place else place
 
 
 def _legend(figure: Figure, rows: Sequence[Row]) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Context, Key, MultiRoundCompressor, requantizes
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.values import finite
 from gcbench.core.world import World
-from gcbench.studies.bounds.alone import energy, random
 
 Record = dict[str, Any]
 ENDED = ("stopped", "refused")
@@ -39,14 +40,14 @@ class Audit:
         method, memory = lane.compressor, lane.memory
         residual = isinstance(memory, registry.memory_class("residual"))
         self.decay: float | None = memory.decay if residual else None  # type: ignore[attr-defined]
-        known = self.decay is not None or not memory.carries
+        comparable = self.decay is not None or not memory.carries
         # An owner that encodes the mean again adds an error that no declaration is about.
-        once = known and not (lane.collective == "twoshot" and requantizes(method))
+        once = comparable and not (lane.collective == "twoshot" and requantizes(method))
         mean = method.claims.aggregate == "mean"
         self.unbiased = once and mean and method.claims.unbiased and not memory.carries
         self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
         self.identity = once and mean and self.decay is not None
-        self.signs = known and method.claims.signs and self.decay is None
+        self.signs = comparable and method.claims.signs and self.decay is None
         # What a worker sent is what it was offered less its residual.
         self.applied = once and method.claims.aggregate == "other" and self.decay is not None
         self.fault = ""
@@ -68,7 +69,7 @@ class Audit:
         self.lost: list[float] = []
         self.by_delta: list[float] = []
         self.by_bound: list[float] = []
-        self.gap = self.kept = 0.0
+        self.gap = self.residual_ratio = 0.0
         self.limits = [0.0] * workers
         self.wrong = self.checked = self.unlike = self.compared = 0
         self.alpha: list[float] = []
@@ -97,43 +98,46 @@ class Audit:
                 torch.add(g, e, alpha=self.decay) for g, e in zip(gradients, before, strict=True)
             ]
         if self.random is None:
-            self.random = random(method, offered[0], lane.segments)
+            self.random = calls.is_random(method, offered[0], lane.segments)
             self.delta = method.claims.delta(lane.segments)
         self.steps += 1
         mean = torch.stack([x.double() for x in offered]).mean(0)
-        got = arrived.double()
+        decoded = arrived.double()
         if self.unbiased:
-            self._moments(offered, mean, got, key)
+            self._moments(offered, mean, decoded, key)
         if self.contractive:
-            self._contraction(offered, mean, got, after)
+            self._contraction(offered, mean, decoded, after)
         if self.identity:
             sent = mean - torch.stack([e.double() for e in after]).mean(0)
             size = float(mean.norm()) + float(sent.norm())
-            self.gap = _worst(self.gap, float((got - sent).norm()) / size if size else 0.0)
+            self.gap = _worst(self.gap, float((decoded - sent).norm()) / size if size else 0.0)
             self._residuals(gradients, after, factor)
         if self.signs:
-            self._signs(offered, got)
+            self._signs(offered, decoded)
         if self.applied:
             self._applied([x - e for x, e in zip(offered, after, strict=True)], arrived)
         if self.contractive and self.decay is None and energy(mean):
-            self.alpha.append(float((got - mean).norm() / mean.norm()))
+            self.alpha.append(float((decoded - mean).norm() / mean.norm()))
 
-    def _moments(self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, key: Key) -> None:
+    def _moments(self, offered: Sequence[Tensor], mean: Tensor, decoded: Tensor, key: Key) -> None:
         """Add the deviation from the target along the `DIRECTIONS`, and its squared norm."""
         method, segments = self.lane.compressor, self.lane.segments
         drawn = method.draw_shared(Context(segments, key=key))
         if drawn is not None:  # all workers draw the same: like one worker with their mean
             shared, xs = drawn, [mean.float()]
         else:
-            own = [codec.prepare(method, x, Context(segments)).statistic for x in offered]
-            shared, xs = torch.stack(own).amax(0) if own[0].numel() else own[0], list(offered)
+            statistics = [codec.prepare(method, x, Context(segments)).statistic for x in offered]
+            shared, xs = (
+                torch.stack(statistics).amax(0) if statistics[0].numel() else statistics[0],
+                list(offered),
+            )
         targets = [method.claims.target(x, Context(segments, shared)).double() for x in xs]
         target = torch.stack(targets).mean(0)
         if any(float(t @ x.double()) <= 0 < energy(x) for t, x in zip(targets, xs, strict=True)):
             self.fault = "the declared target does not point where the gradient does"
-        away = got - target
+        away = decoded - target
         declared = [method.claims.variance(x, Context(segments, shared)) for x in xs]
-        known = [v.double() for v in declared if v is not None]
+        variances = [v.double() for v in declared if v is not None]
         along = directions(target)
         for place, u in enumerate(along):
             self.each[place].append(float(u @ away))
@@ -141,16 +145,18 @@ class Audit:
             self.bias["scale"][place] += float(u @ target)
         self.errors.append(energy(away))
         self.spread["error"] += self.errors[-1]
-        if len(known) < len(xs):
+        if len(variances) < len(xs):
             self.exact = False
             return
-        variance = torch.stack(known).sum(0) / len(xs) ** 2
+        variance = torch.stack(variances).sum(0) / len(xs) ** 2
         for place, u in enumerate(along):
             self.bias["variance"][place] += float(u.square() @ variance)
         self.excess.append(self.errors[-1] - float(variance.sum()))
         self.spread["declared"] += float(variance.sum())
         if method.claims.two_levels:
-            jump = torch.stack([jumps(t, v) for t, v in zip(targets, known, strict=True)]).sum(0)
+            jump = torch.stack([jumps(t, v) for t, v in zip(targets, variances, strict=True)]).sum(
+                0
+            )
             jump /= len(xs)
             # A scale may differ by float32's rounding, also between the workers' and the target's.
             if bool((away.abs() > jump * (1 + 1e-4) + 1e-6 * target.abs().max()).any()):
@@ -166,7 +172,7 @@ class Audit:
         self.spread["bound"] += sum(total) / len(xs) ** 2
 
     def _contraction(
-        self, offered: Sequence[Tensor], mean: Tensor, got: Tensor, after: Sequence[Tensor]
+        self, offered: Sequence[Tensor], mean: Tensor, decoded: Tensor, after: Sequence[Tensor]
     ) -> None:
         """Add the squared error relative to what was offered, and to both declared bounds.
 
@@ -178,16 +184,16 @@ class Audit:
         if self.decay is not None and not rounds:
             lost = sum(map(energy, after)) / len(after)
         else:
-            lost = float((got - mean).square().sum())
+            lost = float((decoded - mean).square().sum())
         xs = [mean.float()] if rounds else list(offered)
         square = sum(map(energy, xs)) / len(xs)
         self.lost.append(_over(lost, square))
         if self.delta is not None:
             self.by_delta.append(_over(lost, (1 - self.delta) * square, square))
         bounds = [method.claims.error_bound(x, Context(segments)) for x in xs]
-        known = [bound for bound in bounds if bound is not None]
-        if len(known) == len(xs):
-            self.by_bound.append(_over(lost, sum(known) / len(xs), square))
+        bounds_of_workers = [bound for bound in bounds if bound is not None]
+        if len(bounds_of_workers) == len(xs):
+            self.by_bound.append(_over(lost, sum(bounds_of_workers) / len(xs), square))
 
     def _residuals(
         self, gradients: Sequence[Tensor], after: Sequence[Tensor], factor: float
@@ -201,9 +207,11 @@ class Audit:
         root = math.sqrt(max(0.0, 1 - self.delta))
         for i, (g, e) in enumerate(zip(gradients, after, strict=True)):
             self.limits[i] = root * (self.decay * factor * self.limits[i] + math.sqrt(energy(g)))
-            self.kept = _worst(self.kept, _over(math.sqrt(energy(e)), self.limits[i]))
+            self.residual_ratio = _worst(
+                self.residual_ratio, _over(math.sqrt(energy(e)), self.limits[i])
+            )
 
-    def _signs(self, offered: Sequence[Tensor], got: Tensor) -> None:
+    def _signs(self, offered: Sequence[Tensor], decoded: Tensor) -> None:
         """Count the elements where the sign that arrived is not that of the majority.
 
         A tie is decided as the method says; elements where a worker has 0, or where a coin decides,
@@ -215,7 +223,7 @@ class Audit:
             return
         sure = (torch.stack(signs) != 0).all(0) & ~won.isnan()
         self.checked += int(sure.sum())
-        self.wrong += int((got[sure] != won[sure]).sum())
+        self.wrong += int((decoded[sure] != won[sure]).sum())
 
     def _applied(self, sent: Sequence[Tensor], arrived: Tensor) -> None:
         """Count the elements that are not what the method says that the aggregate is."""
@@ -230,33 +238,33 @@ class Audit:
 
     def record(self) -> Record:
         """Return all sums as values that JSON can hold; None for a number that is not finite."""
-        found: Record = {"steps": self.steps, "workers": self.workers, "random": bool(self.random)}
+        record: Record = {"steps": self.steps, "workers": self.workers, "random": bool(self.random)}
         if self.unbiased:
-            found["bias"] = {name: [*map(finite, values)] for name, values in self.bias.items()}
-            found["bias"]["each"] = [[*map(finite, values)] for values in self.each]
-            found["spread"] = {name: finite(value) for name, value in self.spread.items()}
+            record["bias"] = {name: [*map(finite, values)] for name, values in self.bias.items()}
+            record["bias"]["each"] = [[*map(finite, values)] for values in self.each]
+            record["spread"] = {name: finite(value) for name, value in self.spread.items()}
             levels = self.exact and self.lane.compressor.claims.two_levels
-            found |= {"exact": self.exact, "bounded": self.bounded, "levels": levels}
-            found["excess"] = [*map(finite, self.excess)]
+            record |= {"exact": self.exact, "bounded": self.bounded, "levels": levels}
+            record["excess"] = [*map(finite, self.excess)]
         if self.contractive:
-            found["lost"] = [*map(finite, self.lost)]
-            found["by_delta"] = [*map(finite, self.by_delta)]
-            found["by_bound"] = [*map(finite, self.by_bound)]
+            record["lost"] = [*map(finite, self.lost)]
+            record["by_delta"] = [*map(finite, self.by_delta)]
+            record["by_bound"] = [*map(finite, self.by_bound)]
         if self.identity:
-            found["identity"] = finite(self.gap)
+            record["identity"] = finite(self.gap)
             if self.delta is not None and not self.random:
-                found["residual"] = finite(self.kept)
+                record["residual"] = finite(self.residual_ratio)
         if self.signs:
-            found |= {"wrong": self.wrong, "checked": self.checked}
+            record |= {"wrong": self.wrong, "checked": self.checked}
         if self.applied:
-            found |= {"unlike": self.unlike, "compared": self.compared}
+            record |= {"unlike": self.unlike, "compared": self.compared}
         if self.fault:
-            found["refused"] = self.fault
+            record["refused"] = self.fault
         if self.alpha:
-            found["alpha"] = [*map(finite, self.alpha)]
+            record["alpha"] = [*map(finite, self.alpha)]
             if self.delta is not None:
-                found["limit"] = math.sqrt(max(0.0, 1 - self.delta))
-        return found
+                record["limit"] = math.sqrt(max(0.0, 1 - self.delta))
+        return record
 
 
 def directions(target: Tensor) -> tuple[Tensor, ...]:
@@ -269,7 +277,7 @@ def jumps(target: Tensor, variance: Tensor) -> Tensor:
     """Return, element by element, a bound on the distance of a decoded element from its target.
 
     It holds for codes with `Claims.two_levels`: |t| + V / |t|. The levels 0 and a have the variance
-    V = t (a - t), and other neighbours are no further apart.
+    V = t (a - t), and other neighboring levels are at most as far apart.
     """
     return target.abs() + torch.where(variance > 0, variance / target.abs().clamp(min=1e-300), 0.0)
 

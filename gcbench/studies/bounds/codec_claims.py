@@ -15,35 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import (
-    AGAIN,
-    again,
-    agreed,
-    energy,
-    lane_of,
-    passed,
-    random,
-    single,
-)
-from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
-from gcbench.studies.bounds.claims import (
+from gcbench.stats.confidence import (
     ERROR,
     EVERY,
     STRICT,
-    Claim,
     Interval,
-    Judged,
-    Unit,
     always,
     bernstein,
     bounded,
     interval,
 )
+from gcbench.studies.bounds.alone import AGAIN, again, lane_of, single
+from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
+from gcbench.studies.bounds.claims import Claim, Judged, Unit
 
 PLACE = "known inputs"
 CARD = "the method's card"
@@ -234,8 +225,8 @@ def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
 
 def memory_of(method: Compressor) -> memory.Memory:
     """Return the method's own memory if that is a residual, which an audit can check; else none."""
-    kept = memory.of(method)
-    return kept if isinstance(kept, registry.memory_class("residual")) else memory.Memory()
+    carried = memory.of(method)
+    return carried if isinstance(carried, registry.memory_class("residual")) else memory.Memory()
 
 
 # ---- verdicts on an audit ------------------------------------------------------------------------
@@ -246,8 +237,8 @@ def judge(
 ) -> None:
     """Judge the record of an audit of the method `word`; `alone`: it was made on known inputs."""
 
-    def add(claim: Claim, found: Interval, bound: float, why: str = "") -> None:
-        judged.add(claim, place, found, bound, setting=setting, why=why, ran=word)
+    def add(claim: Claim, measured: Interval, bound: float, why: str = "") -> None:
+        judged.add(claim, place, measured, bound, setting=setting, why=why, ran=word)
 
     if "refused" in record:
         judged.refused(contract(word), place, setting, word, record["refused"])
@@ -258,8 +249,8 @@ def judge(
     for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
         if record.get(name):
             values = [*map(_number, record[name])]
-            found = bounded(values, "steps") if record["random"] else _largest(values)
-            add(make(word), found, 1.0)
+            measured = bounded(values, "steps") if record["random"] else _largest(values)
+            add(make(word), measured, 1.0)
     if "identity" in record:
         add(identity(word), always(_number(record["identity"]), record["steps"]), ROUNDING)
     if "residual" in record:
@@ -296,21 +287,21 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
     distributed sums over thousands of elements.
     """
     bias, spread, steps = record["bias"], record["spread"], record["steps"]
-    found = []
+    deviations = []
     for k in range(DIRECTIONS):
         total, scale = _number(bias["sum"][k]), _number(bias["scale"][k])
         if not scale:
             continue
         if record["levels"]:
-            given = _number(bias["variance"][k]), _number(bias["largest"][k])
-            half = bernstein(*given, ERROR / DIRECTIONS) / scale
-            found.append(_about(total / scale, half, steps))
+            variance_and_largest = _number(bias["variance"][k]), _number(bias["largest"][k])
+            half = bernstein(*variance_and_largest, ERROR / DIRECTIONS) / scale
+            deviations.append(_about(total / scale, half, steps))
         else:
             seen = interval([*map(_number, bias["each"][k])], "steps", 1 - ERROR / DIRECTIONS)
             half = (seen.high - seen.mean) * steps / scale
-            found.append(_about(seen.mean * steps / scale, half, steps))
-    if found:
-        worst = max(found, key=_excess)
+            deviations.append(_about(seen.mean * steps / scale, half, steps))
+    if deviations:
+        worst = max(deviations, key=_excess)
         add(unbiased(word), worst, BIAS, f"{worst.high - worst.mean:.2%} would be seen")
     if not record["exact"]:
         return
@@ -333,12 +324,12 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
         add(variance_bound(word), seen, 1.0)
 
 
-def _excess(found: Interval) -> float:
+def _excess(deviation: Interval) -> float:
     """Return a deviation over the half width of its interval; infinity for NaN."""
-    half = found.high - found.mean
-    if math.isnan(found.mean):
+    half = deviation.high - deviation.mean
+    if math.isnan(deviation.mean):
         return math.inf
-    return found.mean / half if half else found.mean
+    return deviation.mean / half if half else deviation.mean
 
 
 def _about(deviation: float, half: float, n: int) -> Interval:
@@ -377,13 +368,13 @@ def steps_apart(generator: torch.Generator, n: int) -> Tensor:
 INPUTS = {"normal": normal, "equal": equal, "spike": spike, "steps": steps_apart}
 
 
-def exchange(method: Compressor, workers: int, kept: memory.Memory, seed: int) -> Audited:
+def exchange(method: Compressor, workers: int, carried: memory.Memory, seed: int) -> Audited:
     """Return an audited exchange of one lane, with tensors of `SHAPES`."""
     segments = Segments.of(SHAPES, method.granularity)
-    lane = lane_of(method, segments, kept)
+    lane = lane_of(method, segments, carried)
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     return Audited(
-        world, Lane(method, lane.collective, 0, segments, kept), seed, Clock(world.device)
+        world, Lane(method, lane.collective, 0, segments, carried), seed, Clock(world.device)
     )
 
 
@@ -393,7 +384,7 @@ def observed(
     kind: str,
     seed: int,
     steps: int,
-    kept: memory.Memory,
+    carried: memory.Memory,
     *,
     apart: bool = True,
     fresh: bool = False,
@@ -404,18 +395,18 @@ def observed(
     `fresh` residuals are cleared before each step.
     """
     generator = torch.Generator().manual_seed(seed)
-    audited = exchange(method, workers, kept, seed)
+    audited = exchange(method, workers, carried, seed)
     n = audited.lanes[0].segments.numel
     for step in range(steps):
         x = INPUTS[kind](generator, n)
-        own = [
+        gradients = [
             x + 0.1 * torch.randn(n, generator=generator) if workers > 1 and apart else x
             for _ in range(workers)
         ]
         if fresh:
             for worker in audited.workers:
                 worker[0]["residual"].zero_()
-        audited.mean(own, step)
+        audited.mean(gradients, step)
     return audited.audit.record()
 
 
@@ -428,8 +419,8 @@ def asked(method: Compressor, workers: int) -> int:
     segments, key = Segments.of(SHAPES, method.granularity), Key(0, 0, 0)
     x = normal(torch.Generator().manual_seed(0), segments.numel)
     if not method.claims.unbiased:
-        return LEAST if random(method, x, segments) else FEW
-    shared = agreed(method, x, segments, key)
+        return LEAST if calls.is_random(method, x, segments) else FEW
+    shared = calls.agree(method, [x], segments, key)
     v = method.claims.variance(x, Context(segments, shared))
     if v is None:
         return 4 * LEAST
@@ -445,10 +436,10 @@ def asked(method: Compressor, workers: int) -> int:
 def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield all work on known inputs."""
     for word, method in methods.items():
-        own = tuple(make(word).name for make in (*AUDITED, normal_loss))
+        names = tuple(make(word).name for make in (*AUDITED, normal_loss))
         for workers in WORKERS:
             work = partial(_inputs, word, method, workers, seeds)
-            yield Unit(f"inputs {word} M={workers}", PLACE, own, work)
+            yield Unit(f"inputs {word} M={workers}", PLACE, names, work)
         claims = vote(word).name, vote_bound(word).name
         yield Unit(f"votes {word}", PLACE, claims, partial(_votes, word, method, seeds))
 
@@ -457,21 +448,23 @@ def _inputs(
     word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
 ) -> None:
     """Judge the audits: moments on normal values, contraction on the worst of all inputs."""
-    told = f"M={workers}"
-    kept = memory_of(method)
+    label = f"M={workers}"
+    carried = memory_of(method)
     steps = max(3, math.ceil(asked(method, workers) / len(seeds)))
     if any(judged.wanted(make(word).name) for make in AUDITED):
-        audits = [observed(method, workers, "normal", seed, steps, kept) for seed in seeds]
+        audits = [observed(method, workers, "normal", seed, steps, carried) for seed in seeds]
         total = merged(audits)
         shown = {name: value for name, value in total.items() if not name.startswith("by_")}
-        judge(word, shown, judged, PLACE, f"normal, {told}", alone=True)
+        judge(word, shown, judged, PLACE, f"normal, {label}", alone=True)
         singly = _contractions(method, workers, seeds)
         for name in ("by_delta", "by_bound"):
-            found = {kind: one for kind, one in singly.items() if one.get(name)}
-            if found:
-                kind = max(found, key=lambda kind: _mean(found[kind][name]))
-                only = {field: found[kind][field] for field in ("steps", "workers", "random", name)}
-                judge(word, only, judged, PLACE, f"{kind}, {told}", alone=True)
+            measured = {kind: one for kind, one in singly.items() if one.get(name)}
+            if measured:
+                kind = max(measured, key=lambda kind: _mean(measured[kind][name]))
+                only = {
+                    field: measured[kind][field] for field in ("steps", "workers", "random", name)
+                }
+                judge(word, only, judged, PLACE, f"{kind}, {label}", alone=True)
         if workers == 1:
             _absent(word, method, total, singly, judged)
     if workers == 1 and judged.wanted(normal_loss(word).name):
@@ -480,8 +473,8 @@ def _inputs(
 
 def _mean(values: Sequence[float | None]) -> float:
     """Return the mean; infinity if a value is None, which stands for one that is not finite."""
-    known = [math.inf if value is None else value for value in values]
-    return sum(known) / len(known)
+    numbers = [math.inf if value is None else value for value in values]
+    return sum(numbers) / len(numbers)
 
 
 def _contractions(
@@ -496,15 +489,17 @@ def _contractions(
     if not method.claims.contractive or (method.claims.unbiased and workers > 1):
         return {}
     segments = Segments.of(SHAPES, method.granularity)
-    chance = random(method, normal(torch.Generator().manual_seed(0), segments.numel), segments)
+    chance = calls.is_random(
+        method, normal(torch.Generator().manual_seed(0), segments.numel), segments
+    )
     few = math.ceil((LEAST if chance else FEW) / len(seeds))
-    # If the aggregate is no mean, the error of what a worker sent is taken from its residual.
+    # If the aggregate is not a mean, the error of what a worker sent is taken from its residual.
     other = method.claims.aggregate != "mean"
-    kept = memory.make("residual", {}) if other else memory.Memory()
+    carried = memory.make("residual", {}) if other else memory.Memory()
     return {
         kind: merged(
             [
-                observed(method, workers, kind, seed, few, kept, apart=False, fresh=other)
+                observed(method, workers, kind, seed, few, carried, apart=False, fresh=other)
                 for seed in seeds
             ]
         )
@@ -559,16 +554,16 @@ def _unseen(method: Compressor) -> str:
     if again(method):
         return AGAIN
     if method.claims.aggregate != "mean":
-        return "what arrives is no mean of what is sent"
+        return "the result is not the mean of what is sent"
     return "it sends its residual, too"
 
 
 def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    known = method.claims.gaussian_error
-    if known is None or isinstance(method, MultiRoundCompressor):
+    declared = method.claims.gaussian_error
+    if declared is None or isinstance(method, MultiRoundCompressor):
         judged.skip(normal_loss(word).name, PLACE, "it declares no closed form")
         return
-    if not known:
+    if not declared:
         judged.skip(normal_loss(word).name, PLACE, "it loses nothing")
         return
     segments = Segments.of(SHAPES[:1], method.granularity)
@@ -577,14 +572,16 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
         generator = torch.Generator().manual_seed(seed)
         for step in range(math.ceil(2 * LEAST / len(seeds))):
             x = normal(generator, segments.numel)
-            away = energy(passed(method, x, segments, Key(seed, step, 0)).double() - x.double())
-            losses.append(away / energy(x) / known)
+            away = energy(
+                calls.round_trip(method, x, segments, Key(seed, step, 0)).double() - x.double()
+            )
+            losses.append(away / energy(x) / declared)
     seen = interval(losses, "draws", STRICT)
     half = seen.high - seen.mean
     size = abs(seen.mean - 1)
     # The closed form is for long segments; these may differ from it by `NORMAL`.
-    found = Interval(size, max(0.0, size - half - NORMAL), size + half, seen.n, "draws")
-    judged.add(normal_loss(word), PLACE, found, 4 * NORMAL, ran=word, setting="normal, M=1")
+    measured = Interval(size, max(0.0, size - half - NORMAL), size + half, seen.n, "draws")
+    judged.add(normal_loss(word), PLACE, measured, 4 * NORMAL, ran=word, setting="normal, M=1")
 
 
 # ---- votes ---------------------------------------------------------------------------------------
@@ -606,8 +603,8 @@ def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
                 half = bernstein(n * p * (1 - p), 1.0, ERROR / (2 * len(STRENGTHS))) / n
                 size = abs(rate - p)
                 seen.append(Interval(size, max(0.0, size - half), size + half, n, "elements"))
-        found = max(seen, key=_excess)
-        judged.add(vote(word), PLACE, found, WRONG, setting=f"M={workers}", ran=word)
+        worst = max(seen, key=_excess)
+        judged.add(vote(word), PLACE, worst, WRONG, setting=f"M={workers}", ran=word)
         if workers % 2:  # the lemmas leave ties aside
             _vote_bound(word, method, workers, seeds, judged)
 
@@ -624,7 +621,7 @@ def _vote_bound(
 ) -> None:
     """Judge the lemmas: one worker with uniform noise, which attains Gauss' bound, else normal."""
     uniform = workers == 1
-    worst = []
+    ratios = []
     n = VOTES * len(seeds)
     sides = [failures(method, workers, seeds, uniform=uniform, turn=turn) for turn in (1, -1)]
     for strength, *pair in zip(STRENGTHS, *sides, strict=True):
@@ -636,11 +633,11 @@ def _vote_bound(
             continue  # a coin flip would satisfy such a limit
         half = bernstein(n * limit * (1 - limit), 1.0, ERROR / len(STRENGTHS)) / n / limit
         ratio = rate / limit
-        worst.append(Interval(ratio, max(0.0, ratio - half), ratio + half, n, "elements"))
+        ratios.append(Interval(ratio, max(0.0, ratio - half), ratio + half, n, "elements"))
     noise = "uniform" if uniform else "normal"
-    found = max(worst, key=lambda one: one.mean)
-    told = f"M={workers}, {noise} noise"
-    judged.add(vote_bound(word), PLACE, found, 1.0, setting=told, ran=word)
+    worst = max(ratios, key=lambda one: one.mean)
+    label = f"M={workers}, {noise} noise"
+    judged.add(vote_bound(word), PLACE, worst, 1.0, setting=label, ran=word)
 
 
 def failing(strength: float, workers: int, tie: float = 0.0) -> float:
@@ -679,6 +676,6 @@ def failures(
             else:
                 noise = torch.randn(size, generator=generator)
             buckets.append((mean + noise).float().view(-1))
-        got = ran.mean(buckets, 0).view(size)
-        wrong += (got.sign() != turn).double().mean(1)
+        decoded = ran.mean(buckets, 0).view(size)
+        wrong += (decoded.sign() != turn).double().mean(1)
     return [*(wrong / len(seeds)).tolist()]

@@ -6,16 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
+from gcbench.stats.confidence import Interval, always, mean, ratio
 from gcbench.studies.bounds import shape
-from gcbench.studies.bounds.claims import (
-    Claim,
-    Interval,
-    Judged,
-    always,
-    mean,
-    over,
-    ratio,
-)
+from gcbench.studies.bounds.claims import Claim, Judged, over
 from gcbench.studies.bounds.gradient_tables import each, noise_tests
 from gcbench.studies.bounds.observe import CLIP, Record
 
@@ -128,14 +121,14 @@ def _ternary(
     flat = [one for run in observations for one in run]
     judged.add(LAYER_WISE, place, _worst([one["worst_layer"] for one in flat]), 1.0)
     judged.add(CLIPPED, place, _worst([one["worst_clip"] for one in flat]), 1.0)
-    found = ratio([[(one["clip"], one["square"]) for one in run] for run in observations])
-    judged.add(BOUND, place, found, GAUSSIAN)
+    estimate = ratio([[(one["clip"], one["square"]) for one in run] for run in observations])
+    judged.add(BOUND, place, estimate, GAUSSIAN)
     for claim, field, bound in ((LENGTH, "length", CLIP_LENGTH), (ANGLE, "angle", CLIP_ANGLE)):
         series = [
             [
-                math.fsum(known) / len(known)
+                math.fsum(weights) / len(weights)
                 for one in run
-                if (known := _of_weights(one[field], is_weight))
+                if (weights := _of_weights(one[field], is_weight))
             ]
             for run in observations
         ]
@@ -156,10 +149,10 @@ def _signs(snapshots: Sequence[Sequence[Record]], judged: Judged, place: str) ->
         [math.log(_number(one["density_noise"]) / _number(one["density_gradient"])) for one in run]
         for run in snapshots
     ]
-    found = mean(logs).distance().exponential()
+    estimate = mean(logs).distance().exponential()
     shares = [_number(one["noise_share"]) for one in flat]
     why = f"{min(shares):.0%} to {max(shares):.0%} of the estimated ||g||^2 is noise"
-    judged.add(DENSITIES, place, found, ORDER, why=why)
+    judged.add(DENSITIES, place, estimate, ORDER, why=why)
     for claim, field in ((WRONG, "wrong_any"), (WRONG_SYMMETRIC, "wrong_symmetric")):
         judged.add(claim, place, _worst([over(one["wrong"], one[field]) for one in flat]), 1.0)
     tested = list(noise_tests(snapshots))
@@ -170,7 +163,7 @@ def _signs(snapshots: Sequence[Sequence[Record]], judged: Judged, place: str) ->
             continue
         least = min(float(row[field]) for row in tested)  # type: ignore[arg-type]
         rejected = sum(float(row[field]) <= P for row in tested)  # type: ignore[arg-type]
-        found = always(abs(math.log10(max(least, 1e-300))), len(tested))._replace(over="tests")
+        estimate = always(abs(math.log10(max(least, 1e-300))), len(tested))._replace(over="tests")
         size = tested[0]["n"]
         why = f"{rejected} of {len(tested)} rejected at {P:.0%} family-wise, samples of {size}"
-        judged.add(claim, place, found, -math.log10(P), why=why)
+        judged.add(claim, place, estimate, -math.log10(P), why=why)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gcbench.report.analysis import Row, Shown, Table
+from gcbench.stats.confidence import Interval, mean, ratio
 from gcbench.studies.bounds import shape
-from gcbench.studies.bounds.claims import Interval, mean, ratio
 from gcbench.studies.bounds.observe import Record
 
 
@@ -59,12 +59,12 @@ def tables(
         yield _bins(snapshots, seeds)
 
 
-def _spread(name: str, found: Interval) -> Row:
-    exact = math.isinf(found.high)
+def _spread(name: str, estimate: Interval) -> Row:
+    exact = math.isinf(estimate.high)
     return {
-        name: found.mean,
-        f"{name}_low": None if exact else found.low,
-        f"{name}_high": None if exact else found.high,
+        name: estimate.mean,
+        f"{name}_low": None if exact else estimate.low,
+        f"{name}_high": None if exact else estimate.high,
     }
 
 
@@ -75,8 +75,10 @@ def _bounds(observations: Sequence[Sequence[Record]]) -> Table:
         ("one a tensor", "layer"),
         ("one a tensor, clipped", "clip"),
     ):
-        found = ratio([[(one[field], one["square"]) for one in run] for run in observations])
-        rows.append({"scalers": scalers, **_spread("r", found), "n": found.n, "over": found.over})
+        estimate = ratio([[(one[field], one["square"]) for one in run] for run in observations])
+        rows.append(
+            {"scalers": scalers, **_spread("r", estimate), "n": estimate.n, "over": estimate.over}
+        )
     return Table(
         name="gradient_bound",
         title="TernGrad's gradient bound over SGD's: E||g||_inf ||g||_1 / E||g||^2",
@@ -103,8 +105,8 @@ def _layers(
                 [one[field][i] for one in run if one[field][i] is not None] for run in observations
             ]
             if all(series):
-                found = mean(series)
-                row |= {**_spread(field, found), "n": found.n, "over": found.over}
+                estimate = mean(series)
+                row |= {**_spread(field, estimate), "n": estimate.n, "over": estimate.over}
         for field, top in (("ratio", "raw"), ("ratio_clipped", "cut")):
             pairs = [[(one[top][i], one["squares"][i]) for one in run] for run in observations]
             value = ratio(pairs).mean

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
+from gcbench.checks.oracle import energy
 from gcbench.core import purposes
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import finite
 from gcbench.studies.bounds import shape
-from gcbench.studies.bounds.alone import energy
 from gcbench.training.train import Trainer
 
 CLIP = 2.5
@@ -39,7 +39,7 @@ CLIP = 2.5
 APART = 1 << 20
 """Added to the rank in the key of a drawn batch, so that no worker of the run draws the same."""
 CHOSEN, CHOSEN_TENSORS = 2, 4
-"""If no weights are named, the noise of so many weights of so many tensors is tested."""
+"""Numbers of weights per tensor, and of tensors, whose noise is tested if none are named."""
 BINS = 24
 """Bins of a noise histogram, from the least to the largest value."""
 
@@ -84,7 +84,7 @@ def chosen(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
     """Return the weights that are tested if the user names none, as tensor[index].
 
     They are `CHOSEN` weights of each of up to `CHOSEN_TENSORS` tensors, which are spread evenly
-    over those that are no vectors. The indices are drawn at random, the same for every seed.
+    over those with several dimensions. The indices are drawn at random, the same for every seed.
     """
     pairs = list(zip(names, shapes, strict=True))
     pairs = [pair for pair in pairs if len(pair[1]) > 1] or pairs
@@ -228,8 +228,8 @@ class Watch:
             )
 
         for first in range(0, self.plan.batches, len(copies)):
-            got = trainer.world.map(partial(gradient, first))
-            yield from got[: self.plan.batches - first]
+            gradients = trainer.world.map(partial(gradient, first))
+            yield from gradients[: self.plan.batches - first]
 
     def _noise(self, step: int, like: Tensor) -> Record:
         """Return norms and densities of gradient and noise, wrong signs, and tests of the noise.
@@ -317,8 +317,8 @@ def _average(records: Sequence[Record]) -> Record:
     def mean(values: Sequence[Any]) -> Any:
         if isinstance(values[0], list):
             return [mean(row) for row in zip(*values, strict=True)]
-        known = [value for value in values if value is not None]
-        return math.fsum(known) / len(known) if known else None
+        present = [value for value in values if value is not None]
+        return math.fsum(present) / len(present) if present else None
 
     return {
         name: max(record[name] for record in records)

@@ -12,18 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from gcbench.core.compressor import Compressor
+from gcbench.stats.confidence import STRICT, Interval, against, bounded, interval
 from gcbench.studies.bounds import quadratics
 from gcbench.studies.bounds.alone import AGAIN, again
-from gcbench.studies.bounds.claims import (
-    STRICT,
-    Claim,
-    Interval,
-    Judged,
-    Unit,
-    against,
-    bounded,
-    interval,
-)
+from gcbench.studies.bounds.claims import Claim, Judged, Unit
 from gcbench.studies.bounds.quadratics import Signs
 
 BERNSTEIN = "Bernstein et al. 2018"
@@ -120,7 +112,7 @@ def descent(word: str) -> Claim:
     )
 
 
-def kept(word: str) -> Claim:
+def residual_bound(word: str) -> Claim:
     """Return the claim of lemma 3 about a method."""
     return Claim(
         f"residual-bound/{word}",
@@ -154,7 +146,7 @@ def falling(word: str) -> Claim:
 
 
 SIGNS = {"1": theorem_1, "2a": theorem_2a, "2b": theorem_2b}
-OF_METHODS = (*SIGNS.values(), floor, ends, rates, descent, kept, without, falling)
+OF_METHODS = (*SIGNS.values(), floor, ends, rates, descent, residual_bound, without, falling)
 
 
 def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
@@ -168,7 +160,7 @@ def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[U
         ("signs", (*SIGNS.values(), floor), _signs),
         ("plateau", (ends,), _plateau),
         ("rate", (rates,), _rate),
-        ("feedback", (descent, kept), _feedback),
+        ("feedback", (descent, residual_bound), _feedback),
         ("biased", (without,), _biased),
         ("falling", (falling,), _falling),
     )
@@ -191,19 +183,19 @@ def _signs(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
     for which, runs in SIGN_RUNS.items():
         if not judged.wanted(sign_theorem(which, word).name):
             continue
-        for given in runs:
-            values = [v for seed in seeds for v in quadratics.sign_descent(method, given, seed)]
-            found = bounded(values, "copies").squared()
-            told = f"M={given.workers}, cond {given.condition:g}, K={given.k}"
-            bound = quadratics.sign_bound(given)
-            judged.add(sign_theorem(which, word), PLACE, found, bound, setting=told, ran=word)
+        for signs in runs:
+            values = [v for seed in seeds for v in quadratics.sign_descent(method, signs, seed)]
+            measured = bounded(values, "copies").squared()
+            label = f"M={signs.workers}, cond {signs.condition:g}, K={signs.k}"
+            bound = quadratics.sign_bound(signs)
+            judged.add(sign_theorem(which, word), PLACE, measured, bound, setting=label, ran=word)
     for workers in (1, 7) if judged.wanted(floor(word).name) else ():
         values = [v for seed in seeds for v in quadratics.sign_floor(method, workers, seed)]
         exact = quadratics.sign_chain(workers)
         seen = interval([v / exact for v in values], "copies", STRICT)
         why = f"mean |w| {seen.mean * exact:.4f}, the chain's {exact:.4f}"
-        found = _equality(seen.mean - 1, seen.high - seen.mean, seen.n, 0.0)
-        judged.add(floor(word), PLACE, found, PLATEAU, setting=f"M={workers}", why=why, ran=word)
+        measured = _equality(seen.mean - 1, seen.high - seen.mean, seen.n, 0.0)
+        judged.add(floor(word), PLACE, measured, PLATEAU, setting=f"M={workers}", why=why, ran=word)
 
 
 def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
@@ -213,102 +205,102 @@ def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
 
 
 def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    own, name = quadratics.by_copy(method), ends(word).name
+    codec, name = quadratics.by_copy(method), ends(word).name
     why = ""
     if not method.claims.unbiased:
         why = "it does not claim to be unbiased"
     elif again(method):
         why = AGAIN
-    elif own is None:
+    elif codec is None:
         why = "one segment spans all copies"
-    elif not quadratics.declares_variance(own):
+    elif not quadratics.declares_variance(codec):
         why = "it declares no variance"
-    if why or own is None:
+    if why or codec is None:
         _none(judged, (name,), why)
         return
     for workers in (1, 4):
-        runs = [quadratics.plateau(own, workers, seed) for seed in seeds]
+        runs = [quadratics.plateau(codec, workers, seed) for seed in seeds]
         ran, declared = ([v for run in runs for v in run[k]] for k in (0, 1))
         away = against(ran, declared, "copies")
-        found = _equality(away.mean, away.high - away.mean, away.n, MODEL)
+        measured = _equality(away.mean, away.high - away.mean, away.n, MODEL)
         why = f"{away.mean:+.2%}"
-        judged.add(ends(word), PLACE, found, PLATEAU, setting=f"M={workers}", why=why, ran=word)
+        judged.add(ends(word), PLACE, measured, PLATEAU, setting=f"M={workers}", why=why, ran=word)
 
 
 def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    own, name = quadratics.by_copy(method), rates(word).name
-    tight = None if own is None else quadratics.tight_omega(own)
-    if not method.claims.unbiased or again(method) or own is None or tight is None:
-        known = AGAIN if again(method) else "it declares no relative variance for every x"
-        why = known if method.claims.unbiased else "it does not claim to be unbiased"
+    codec, name = quadratics.by_copy(method), rates(word).name
+    tight = None if codec is None else quadratics.tight_omega(codec)
+    if not method.claims.unbiased or again(method) or codec is None or tight is None:
+        reason = AGAIN if again(method) else "it declares no relative variance for every x"
+        why = reason if method.claims.unbiased else "it does not claim to be unbiased"
         _none(judged, (name,), why)
         return
     shape, omega = tight
-    runs = [quadratics.rate(own, shape, omega, seed) for seed in seeds]
+    runs = [quadratics.rate(codec, shape, omega, seed) for seed in seeds]
     marks = [[v for run in runs for v in run[k]] for k in range(len(runs[0]))]
     seen = [bounded(values, "copies") for values in marks]
-    found = max(seen, key=lambda one: math.inf if math.isnan(one.mean) else one.mean)
-    told = f"omega={omega:.3g}, d={math.prod(shape)}"
-    judged.add(rates(word), PLACE, found, 1.0, setting=told, ran=word)
+    worst = max(seen, key=lambda one: math.inf if math.isnan(one.mean) else one.mean)
+    label = f"omega={omega:.3g}, d={math.prod(shape)}"
+    judged.add(rates(word), PLACE, worst, 1.0, setting=label, ran=word)
 
 
 def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | str:
     """Return the method with copies independent, shape and delta for it, or why there are none."""
-    own = quadratics.by_copy(method)
+    codec = quadratics.by_copy(method)
     if not method.claims.contractive:
         return "it does not claim to contract"
     if again(method):
         return AGAIN
     if method.claims.aggregate != "mean":
-        return "what arrives is no mean of what is sent"
-    if own is None:
+        return "the result is not the mean of what is sent"
+    if codec is None:
         return "one segment spans all copies"
-    tight = quadratics.tight_delta(own)
-    return (own, *tight) if tight else "it declares no contraction for every x"
+    tight = quadratics.tight_delta(codec)
+    return (codec, *tight) if tight else "it declares no contraction for every x"
 
 
 def _feedback(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    found = _tight(method)
-    if isinstance(found, str):
-        _none(judged, (descent(word).name, kept(word).name), found)
+    tight = _tight(method)
+    if isinstance(tight, str):
+        _none(judged, (descent(word).name, residual_bound(word).name), tight)
         return
-    own, shape, delta = found
-    runs = [quadratics.feedback(own, shape, delta, seed) for seed in seeds]
-    told = f"delta={delta:.3g}, d={math.prod(shape)}"
-    for make, k in ((descent, 0), (kept, 1)):
+    codec, shape, delta = tight
+    runs = [quadratics.feedback(codec, shape, delta, seed) for seed in seeds]
+    label = f"delta={delta:.3g}, d={math.prod(shape)}"
+    for make, k in ((descent, 0), (residual_bound, 1)):
         values = bounded([v for run in runs for v in run[k]], "copies")
         bound = quadratics.feedback_bounds(shape, delta)[k]
         if not bound:
             _none(judged, (make(word).name,), "delta = 1: nothing is left, whatever is sent")
             continue
-        judged.add(make(word), PLACE, values, bound, setting=told, ran=word)
+        judged.add(make(word), PLACE, values, bound, setting=label, ran=word)
 
 
 def _biased(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    found = _tight(method)
-    if isinstance(found, str):
-        _none(judged, (without(word).name,), found)
+    tight = _tight(method)
+    if isinstance(tight, str):
+        _none(judged, (without(word).name,), tight)
         return
-    own, shape, delta = found
+    codec, shape, delta = tight
     for workers, noise in BIASED_RUNS:
         plan = quadratics.biased_plan(shape, delta, workers, noise)
         even = [1.0] * len(plan.rates)
-        values = [v for seed in seeds for v in quadratics.biased([own], shape, plan, even, seed)]
+        values = [v for seed in seeds for v in quadratics.biased([codec], shape, plan, even, seed)]
         seen = bounded(values, "copies")
-        told = f"N={workers}, noise {noise:g}, delta={delta:.3g}, d={math.prod(shape)}"
-        judged.add(without(word), PLACE, seen, plan.bound(), setting=told, ran=word)
+        label = f"N={workers}, noise {noise:g}, delta={delta:.3g}, d={math.prod(shape)}"
+        judged.add(without(word), PLACE, seen, plan.bound(), setting=label, ran=word)
 
 
 def _falling(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    found = _tight(method)
-    if isinstance(found, str):
-        _none(judged, (falling(word).name,), found)
+    tight = _tight(method)
+    if isinstance(tight, str):
+        _none(judged, (falling(word).name,), tight)
         return
-    own, shape, _ = found
-    if own.claims.with_error(0.5) is None:
+    codec, shape, _ = tight
+    if codec.claims.with_error(0.5) is None:
         _none(judged, (falling(word).name,), "no field sets its error")
         return
-    plan, methods = quadratics.falling_plan(own, shape)
+    plan, methods = quadratics.falling_plan(codec, shape)
     weights, total = plan.weighted()
     values = [v for seed in seeds for v in quadratics.biased(methods, shape, plan, weights, seed)]
     seen = bounded(values, "copies")

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gcbench.checks import calls
+from gcbench.checks.oracle import energy
 from gcbench.core import codec, memory
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import agreed, energy, lane_of, single
+from gcbench.studies.bounds.alone import lane_of, single
 
 ELEMENTS = 1024
 """Number of elements of all copies together, if that makes at least `LEAST` copies."""
@@ -67,7 +69,7 @@ class Quadratic:
         condition: float,
         noise: float,
         workers: int = 1,
-        kept: memory.Memory | None = None,
+        carried: memory.Memory | None = None,
         seed: int = 0,
         draw: Draw = normal,
         start: float = 1.0,
@@ -91,7 +93,7 @@ class Quadratic:
         self.law = torch.Generator().manual_seed(seed + 1_000_003)  # for `declared_step`
         world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
         self.segments = Segments.of([shape] * self.copies, method.granularity)
-        self.exchange = single(seed, world.device, lane_of(method, self.segments, kept), world)
+        self.exchange = single(seed, world.device, lane_of(method, self.segments, carried), world)
         self.t = 0
 
     @property
@@ -128,10 +130,10 @@ class Quadratic:
         method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
         if method.draw_shared(Context(segments, key=key)) is not None:
             buckets = [torch.stack(list(buckets)).mean(0)]
-            shared = agreed(method, buckets[0], segments, key)
+            shared = calls.agree(method, [buckets[0]], segments, key)
         else:
-            own = [codec.prepare(method, x, Context(segments)).statistic for x in buckets]
-            shared = torch.stack(own).amax(0) if own[0].numel() else own[0]
+            statistics = [codec.prepare(method, x, Context(segments)).statistic for x in buckets]
+            shared = torch.stack(statistics).amax(0) if statistics[0].numel() else statistics[0]
         total = torch.zeros(self.copies * self.d, dtype=torch.float64)
         for x in buckets:
             variance = method.claims.variance(x, Context(segments, shared))
@@ -175,7 +177,7 @@ def segments_of(method: Compressor, shape: Shape) -> Segments:
 def declares_variance(method: Compressor) -> bool:
     """Return whether an unbiased method declares its variance."""
     x, segments = torch.ones(4), segments_of(method, (1, 2))
-    shared = agreed(method, x, segments, Key(0, 0, 0))
+    shared = calls.agree(method, [x], segments, Key(0, 0, 0))
     return method.claims.variance(x, Context(segments, shared)) is not None
 
 
@@ -185,22 +187,22 @@ def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
     Bounds are tight for large delta; but above .9 hardly anything is lost. If all deltas are above
     .9, the shape is 8 x 8, or the largest with a delta. None if no delta is declared.
     """
-    found = [(shape, method.claims.delta(segments_of(method, shape))) for shape in SHAPES]
-    known = [(shape, delta) for shape, delta in found if delta is not None]
-    proper = [(shape, delta) for shape, delta in known if delta < 0.9]
+    declared = [(shape, method.claims.delta(segments_of(method, shape))) for shape in SHAPES]
+    constants = [(shape, delta) for shape, delta in declared if delta is not None]
+    proper = [(shape, delta) for shape, delta in constants if delta < 0.9]
     if proper:
         return max(proper, key=lambda pair: pair[1])
-    return known[min(2, len(known) - 1)] if known else None
+    return constants[min(2, len(constants) - 1)] if constants else None
 
 
 def tight_omega(method: Compressor) -> tuple[Shape, float] | None:
     """Return the shape with the least declared omega above 0, and that omega; None without any."""
-    found = [(shape, method.claims.omega(segments_of(method, shape))) for shape in SHAPES]
-    known = [(shape, omega) for shape, omega in found if omega is not None]
-    proper = [(shape, omega) for shape, omega in known if omega > 0]
+    declared = [(shape, method.claims.omega(segments_of(method, shape))) for shape in SHAPES]
+    constants = [(shape, omega) for shape, omega in declared if omega is not None]
+    proper = [(shape, omega) for shape, omega in constants if omega > 0]
     if proper:
         return min(proper, key=lambda pair: pair[1])
-    return known[-1] if known else None
+    return constants[-1] if constants else None
 
 
 # ---- signSGD -------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class Signs:
     """Whether the noise is normal; else it is skewed, and the bound is that for any noise."""
 
 
-def sign_bound(given: Signs) -> float:
+def sign_bound(signs: Signs) -> float:
     """Return the bound on [E mean_k ||g_k||_1]^2, from the problem's constants alone.
 
     For K = k steps of size 1 / sqrt(||L||_1 K), with batches of K examples a worker, it is (1 / K)
@@ -230,30 +232,30 @@ def sign_bound(given: Signs) -> float:
     if the noise is unimodal and symmetric. Bernstein et al. 2018, theorems 1 and 2.
     """
     d = math.prod(SIGN_SHAPE)
-    total = sum(given.condition ** (-i / (d - 1)) for i in range(d))
-    spread = 2 * given.sigma * d / (math.sqrt(given.workers) if given.symmetric else 1)
-    return float((math.sqrt(total) * (total / 2 + 0.5) + spread) ** 2 / given.k)
+    total = sum(signs.condition ** (-i / (d - 1)) for i in range(d))
+    spread = 2 * signs.sigma * d / (math.sqrt(signs.workers) if signs.symmetric else 1)
+    return float((math.sqrt(total) * (total / 2 + 0.5) + spread) ** 2 / signs.k)
 
 
-def sign_descent(method: Compressor, given: Signs, seed: int) -> list[float]:
+def sign_descent(method: Compressor, signs: Signs, seed: int) -> list[float]:
     """Return mean_k ||g_k||_1 of each copy, see `sign_bound`."""
-    noise = given.sigma / math.sqrt(given.k)
-    draw = normal if given.symmetric else skewed(given.k)
+    noise = signs.sigma / math.sqrt(signs.k)
+    draw = normal if signs.symmetric else skewed(signs.k)
     problem = Quadratic(
         method,
         SIGN_SHAPE,
-        condition=given.condition,
+        condition=signs.condition,
         noise=noise,
-        workers=given.workers,
+        workers=signs.workers,
         seed=seed,
         draw=draw,
     )
-    lr = 1 / math.sqrt(float(problem.curvature.sum()) * given.k)
+    lr = 1 / math.sqrt(float(problem.curvature.sum()) * signs.k)
     norms = torch.zeros(problem.copies, dtype=torch.float64)
-    for _ in range(given.k):
+    for _ in range(signs.k):
         norms += problem.gradient().abs().sum(1)
         problem.step(problem.observed(), lr)
-    values: list[float] = (norms / given.k).tolist()
+    values: list[float] = (norms / signs.k).tolist()
     return values
 
 
@@ -314,7 +316,7 @@ def _omega(problem: Quadratic) -> float:
     method, x = problem.method, problem.observed()[0]
     key = Key(problem.seed, 0, 0)
     variance = method.claims.variance(
-        x, Context(problem.segments, agreed(method, x, problem.segments, key))
+        x, Context(problem.segments, calls.agree(method, [x], problem.segments, key))
     )
     assert variance is not None, "asked for where a variance is declared"
     return float(variance.sum()) / energy(x)
@@ -456,7 +458,7 @@ def feedback(
         shape,
         condition=FEEDBACK_CONDITION,
         noise=FEEDBACK_NOISE,
-        kept=memory.make("residual", {}),
+        carried=memory.make("residual", {}),
         seed=seed,
         huber=True,
     )
@@ -520,16 +522,16 @@ class Biased:
         """
         a, eta, steps = self.errors[0], self.rates[0], len(self.rates)
         s2 = self.noise**2 * self.d
-        found = []
+        bounds = []
         weights, total = self.weighted()
         if weights[0] > 0:
-            found.append(total / sum(weights))
+            bounds.append(total / sum(weights))
         for c in [1e-9, *(2.0**k for k in range(-12, 6))]:
             left = 1 - (1 + c) * a**2
             if left > 0 and (s2 or c == 1e-9):
                 added = (1 + 1 / c) * s2 / self.workers + (1 + c) * a**2 * s2
-                found.append((2 * self.gap / (eta * steps) + added) / left)
-        return min(found)
+                bounds.append((2 * self.gap / (eta * steps) + added) / left)
+        return min(bounds)
 
 
 def biased_plan(shape: Shape, delta: float, workers: int, noise: float) -> Biased:

@@ -30,10 +30,12 @@ def config_of(base: Config, word: str, method: Compressor, steps: int) -> Config
         UsageError: see `Config.make`.
     """
     name, options = grid.method(word)
-    given = {field: getattr(base, field) for field in ("task", "task_options", "workers", "seed")}
-    given |= {"batch": base.batch, "compressor": name, "options": options}
-    given["collective"] = once(method)
-    return Config.make({**given, "memory": "auto", "steps": steps, "lr": base.lr})
+    settings = {
+        field: getattr(base, field) for field in ("task", "task_options", "workers", "seed")
+    }
+    settings |= {"batch": base.batch, "compressor": name, "options": options}
+    settings["collective"] = once(method)
+    return Config.make({**settings, "memory": "auto", "steps": steps, "lr": base.lr})
 
 
 def train(
@@ -43,7 +45,7 @@ def train(
     steps: int,
     folder: Path,
     data_dir: Path | None,
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> Record:
     """Return the audit's record of `steps` steps of compressed training.
 
@@ -63,7 +65,7 @@ def train(
         audited = Audited(world, trainer.exchange.lanes[0], config.seed, trainer.clock)
         trainer.exchange = audited
         for step in range(steps):
-            told(step)
+            report(step)
             try:
                 trainer.train_step()
             except PayloadError as error:
@@ -74,7 +76,7 @@ def train(
                     raise  # the first gradients are not finite: the compressor is not the cause
                 ended = {"stopped": step}
                 break
-            except Exception as error:  # the method's, whoever wrote it
+            except Exception as error:  # from the method
                 ended = {"refused": f"{type(error).__name__}: {error}"}
                 break
     finally:

@@ -1,0 +1,127 @@
+"""One exchange of a hook: its group of ranks, its stages, the rates it follows, its residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from gcbench.core import sealed
+from gcbench.core.clock import Totals
+from gcbench.core.exchange import Buffers, Exchange, Lane
+from gcbench.integrations import check
+from gcbench.integrations.hook_world import HookWorld
+from gcbench.integrations.rates import Rates
+from gcbench.integrations.watch import Watch
+
+
+class Level:
+    """An exchange in one group of ranks. DDP has one; FSDP2 has one or two per module."""
+
+    def __init__(
+        self,
+        world: HookWorld,
+        lanes: Callable[[int], list[Lane]],
+        stages: Sequence[int],
+        parts: Sequence[Sequence[tuple[str, int]]],
+        seed: int,
+        clock: Totals,
+        *,
+        owns_shards: bool = True,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """Make the exchange, as it is before step 0.
+
+        Args:
+            world: this rank's place in the group.
+            lanes: returns how lanes are exchanged from a step on.
+            stages: the steps, from 0 on, at which that may change.
+            parts: per lane the parameter of each part, and its number of elements.
+            seed: as for `Exchange`.
+            clock: as for `Exchange`.
+            owns_shards: as for `Exchange`.
+            buffers: shared by exchanges that never run at the same time.
+        """
+        self.world, self.lanes, self.stages, self.clock = world, lanes, stages, clock
+        self.seed, self.owns_shards, self.buffers = seed, owns_shards, buffers
+        self.names = [[name for name, _ in lane] for lane in parts]
+        self.parts = [
+            [slice(*edges) for edges in pairwise(accumulate((n for _, n in lane), initial=0))]
+            for lane in parts
+        ]
+        self.watch = Watch()
+        self.exchange = self.make(0)
+
+    def make(self, step: int) -> Exchange:
+        """Return a new exchange, as it is before `step`, at which a stage may begin.
+
+        It passes through all stages first, so that states have the same entries at every step.
+        """
+        first, *later = (self.lanes(start) for start in self.stages)
+        exchange = Exchange(self.world, first, self.seed, self.clock, owns_shards=self.owns_shards)
+        exchange.divide(self.parts)
+        for lanes in [*later, self.lanes(max(0, step - 1))]:
+            exchange.change(lanes)
+        exchange.buffers = self.buffers or exchange.buffers
+        return exchange
+
+    @property
+    def numel(self) -> int:
+        """Elements of all lanes."""
+        return sum(lane[-1].stop for lane in self.parts if lane)
+
+    def rates(self, rates: Rates) -> list[list[float | None]]:
+        """Return the learning rates of the parts of each lane."""
+        each = iter(rates.of([name for names in self.names for name in names]))
+        return [[next(each) for _ in names] for names in self.names]
+
+    def begin(self, step: int, rates: Rates) -> bool:
+        """Begin a step: its stage, rates and loss scale; return whether to look at residuals."""
+        if step and step in self.stages:
+            self.exchange.change(self.lanes(step))
+        current, scale = self.rates(rates), rates.scale
+        self.exchange.follow(current, scale)
+        by_name = {
+            name: rate
+            for lane in zip(self.names, current, strict=True)
+            for name, rate in zip(*lane, strict=True)
+        }
+        return self.watch.due(step, by_name, scale)
+
+    def look(self, number: int, gradient: Tensor, skip: Collection[str] = ()) -> None:
+        """Warn if a residual of a lane is far larger than the gradient that it will be added to.
+
+        `gradient`: of the lane, 1-D. `skip`: parameters to leave out.
+        """
+        state = self.exchange.workers[0][number]
+        for buffer in self.exchange.lanes[number].memory.residuals:
+            squares: dict[str, Tensor] = {}
+            for name, part in zip(self.names[number], self.parts[number], strict=True):
+                if name not in skip:
+                    pair = state[buffer][part], gradient[part]
+                    both = torch.stack([x.double().square().sum() for x in pair])
+                    squares[name] = squares[name] + both if name in squares else both
+            for name, both in squares.items():
+                self.watch.look(name, *both.sqrt().tolist())
+
+    def nonfinite(self, number: int, gradient: Tensor) -> str:
+        """Return the first parameter of a lane whose gradient, 1-D, is not finite; "" if none."""
+        if check.is_finite(gradient):
+            return ""
+        pairs = zip(self.names[number], self.parts[number], strict=True)
+        return next((name for name, part in pairs if not gradient[part].isfinite().all()), "")
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that restores the current state of the exchange."""
+        states = self.exchange.workers[0], self.exchange.joint
+        copies = [sealed.copied(each) for each in states]
+
+        def restore() -> None:
+            for lanes, saved in zip(states, copies, strict=True):
+                for lane, old in zip(lanes, saved, strict=True):
+                    lane.clear()
+                    lane.update(old)
+
+        return restore

@@ -1,0 +1,123 @@
+"""Updates of parameters by a flat gradient: optimizer steps, moving averages and local steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EMA_WARM_UP = 10
+"""After t steps the average's decay is at most (1 + t) / (10 + t), as in TensorFlow's
+ExponentialMovingAverage with a step count."""
+
+
+def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Run an optimizer step at learning rate `lr` with the parameters' `grad`.
+
+    It skips two wrappers of torch's step: the one for hooks, which are not used here, and the one
+    for torch.compile, which would import torch._dynamo (see `engines.without_compiler`).
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def descend(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    gradient: Tensor,
+    lr: float,
+) -> None:
+    """Run an optimizer step with a flat gradient, float32, shape (total,)."""
+    pieces = torch.split(gradient, [parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.grad = piece.view_as(parameter)
+    step_with(optimizer, lr)
+
+
+def clip_factor(gradients: Sequence[Tensor], limit: float) -> float:
+    """Return the factor that scales tensors to a joint 2-norm of at most `limit`."""
+    norm = float(torch.linalg.vector_norm(torch.cat([each.reshape(-1) for each in gradients])))
+    return min(1.0, limit / norm) if norm else 1.0
+
+
+def fitting(value: Tensor, like: Tensor) -> Tensor:
+    """Return a saved tensor; ValueError if its shape or dtype differs from that of `like`."""
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise ValueError(
+            f"{value.dtype}, shape {tuple(value.shape)}: expected {like.dtype}, shape "
+            f"{tuple(like.shape)}"
+        )
+    return value
+
+
+@torch.no_grad()
+def restore(parameters: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    """Copy saved values to parameters; ValueError if a shape or dtype differs."""
+    for parameter, value in zip(parameters, saved, strict=True):
+        parameter.copy_(fitting(value, parameter))
+
+
+class Average:
+    """The exponential moving average of parameters; empty if the decay is 0."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+        self.parameters, self.decay = parameters, decay
+        self.values = [p.detach().clone() for p in parameters] if decay else []
+
+    def update(self, step: int, steps: int = 1) -> None:
+        """Include the parameters after `step`, with the weight of `steps` steps."""
+        decay = min(self.decay, (1 + step) / (EMA_WARM_UP + step)) ** steps
+        for average, parameter in zip(self.values, self.parameters, strict=False):
+            average.lerp_(parameter.detach(), 1 - decay)
+
+
+class LocalSteps:
+    """One worker's copy of the common parameters, and the optimizer of its steps on it."""
+
+    def __init__(
+        self,
+        common: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.common, self.parameters, self.optimizer = common, parameters, optimizer
+
+    @torch.no_grad()
+    def difference(self, out: Tensor) -> None:
+        """Write the common parameters minus this worker's to `out`, shape (total,)."""
+        pieces = torch.split(out, [parameter.numel() for parameter in self.common])
+        for piece, common, local in zip(pieces, self.common, self.parameters, strict=True):
+            torch.sub(common.view(-1), local.view(-1), out=piece)
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Start the next round at the common parameters; the optimizer keeps its state."""
+        for common, local in zip(self.common, self.parameters, strict=True):
+            local.copy_(common)
+
+    def state(self) -> dict[str, Any]:
+        """Return the parameters and the optimizer's moments, on the CPU."""
+        return {
+            "parameters": [parameter.detach().cpu() for parameter in self.parameters],
+            "optimizer": [
+                {k: v.cpu() for k, v in self.optimizer.state[parameter].items() if v is not None}
+                for parameter in self.parameters
+            ],
+        }
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Restore a `state`; ValueError if a shape or dtype differs."""
+        restore(self.parameters, saved["parameters"])
+        for parameter, moments in zip(self.parameters, saved["optimizer"], strict=True):
+            for moment in moments.values():
+                if moment.ndim:
+                    fitting(moment, parameter)
+            # Adam's step count stays on the CPU, as in torch.
+            self.optimizer.state[parameter] = {
+                k: v.to(parameter.device) if v.ndim else v.clone() for k, v in moments.items()
+            }

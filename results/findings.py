@@ -1,0 +1,252 @@
+"""Print the findings, or the five sentences that README quotes, from claims.yaml and the rows.
+
+python results/findings.py [--readme]
+
+A value of claims.yaml is either a row of a suite (`suite`, `where`), with its difference from fp32,
+or, with `minus`, from another row; or a cell of an analysis' table (`file`, `table`, `columns`).
+Square brackets are 95 % intervals, by the rules of `gcbench compare`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from gcbench.core.errors import UsageError
+from gcbench.core.values import text
+from gcbench.report import compare, suite_match
+from gcbench.results import reader
+from gcbench.stats.intervals import half_interval
+from gcbench.training import suites
+
+RESULTS = Path(__file__).parent
+WIDTH = 100
+HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
+
+
+class Measured(NamedTuple):
+    """A value with its 95 % limits, NaN where it has none, over n seeds or cases."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+    n: int = 1
+    digits: int | None = None
+    """Decimals to print; None: three significant digits."""
+
+    def __str__(self) -> str:
+        """Return the value, and its limits where it has any: -1.48 [-2.00, -0.96]."""
+        if math.isnan(self.low) or self.low == self.high:
+            return self._text(self.value)
+        return f"{self._text(self.value)} [{self._text(self.low)}, {self._text(self.high)}]"
+
+    def _text(self, value: float) -> str:
+        return f"{value:.3g}" if self.digits is None else f"{value:.{self.digits}f}"
+
+
+class MissingError(UsageError):
+    """No row is what a value of claims.yaml selects."""
+
+
+def verdict(measured: Measured, at_least: float = -math.inf, at_most: float = math.inf) -> str:
+    """Return the verdict on a claim that is true from `at_least` to `at_most`, both included.
+
+    A value without limits is exact, such as a number of bytes.
+    """
+    exact = math.isnan(measured.low)
+    low, high = (measured.value, measured.value) if exact else (measured.low, measured.high)
+    if low >= at_least and high <= at_most:
+        return HOLDS
+    return FAILS if high < at_least or low > at_most else OPEN
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@cache
+def _runs() -> list[reader.Run]:
+    faults: reader.Faults = []
+    runs = reader.load(sorted((RESULTS / "reference").glob("*.parquet")), None, faults)
+    if faults:
+        raise UsageError(f"results/reference: {faults[0]}")
+    return runs
+
+
+@cache
+def _rows(suite: str, trials: bool) -> list[compare.ComparisonRow]:
+    """Return the rows of a suite, from all committed files, as `gcbench compare` makes them."""
+    runs = [run for run in _runs() if run.is_trial == trials]
+    if trials:
+        return compare.rows([run for run in runs if run.suite.partition("/")[0] == suite])
+    beside = suite_match.beside(suites.load(suite), runs)
+    rows = compare.rows(beside.runs, None, beside.suite.choices, (), beside.best)
+    return beside.rows(rows, every=True)
+
+
+def select(
+    rows: Sequence[compare.ComparisonRow], where: Mapping[str, Any]
+) -> list[compare.ComparisonRow]:
+    """Return the rows whose settings are those of `where`.
+
+    Raises:
+        MissingError: there is none.
+    """
+    found = list(rows)
+    for key, wanted in where.items():
+        if key != "seed":
+            found = [row for row in found if _setting(row, key) == text(wanted)]
+    if not found:
+        raise MissingError(f"no row has all of {text(dict(where))}")
+    return found
+
+
+def _setting(row: compare.ComparisonRow, key: str) -> str:
+    return text(compare._settings(row.runs[0]).get(key))
+
+
+def _difference(
+    row: compare.ComparisonRow, other: compare.ComparisonRow | None, scale: float, digits: int
+) -> Measured:
+    """Return the mean paired difference from another row, by default from the row's baseline."""
+    if other is None:
+        limits = [row.difference, row.difference_low, row.difference_high]
+        value, low, high = (math.nan if one is None else scale * one for one in limits)
+        return Measured(value, low, high, row.pairs, digits)
+    pairs = [row.values[seed] - other.values[seed] for seed in row.values if seed in other.values]
+    if len(pairs) < 2:
+        raise UsageError(f"{row.method} and {other.method}: fewer than two seeds in common")
+    mean, sd = statistics.fmean(pairs), statistics.stdev(pairs)
+    examples = math.nan if row.examples is None else row.examples
+    half = float(half_interval(sd, len(pairs), mean, examples))
+    return _around(mean, half, scale, len(pairs), digits)
+
+
+def _around(mean: float, half: float, scale: float, n: int, digits: int) -> Measured:
+    return Measured(scale * mean, scale * (mean - half), scale * (mean + half), n, digits)
+
+
+def of_row(spec: Mapping[str, Any]) -> Measured:
+    """Return the value of a row of a suite: points of accuracy, nats of loss, or a ratio.
+
+    Raises:
+        MissingError: no row is what `where` selects.
+        UsageError: several rows are.
+    """
+    rows = _rows(spec["suite"], spec.get("trials", False))
+    found = select(rows, spec["where"])
+    other = None
+    if "minus" in spec:
+        (other,) = select(rows, spec["minus"])
+    percent = found[0].metric == "accuracy"
+    scale, digits = (100.0, 2) if percent else (1.0, 3)
+    if spec.get("several") == "worst":
+        worst = [_difference(row, None, scale, digits) for row in found if row.difference]
+        return min(worst, key=lambda one: one.low if percent else -one.high)
+    if len(found) > 1:
+        names = "; ".join(row.method for row in found)
+        raise UsageError(f"{text(dict(spec['where']))} selects {len(found)} rows: {names}")
+    (row,) = found
+    match spec.get("quantity", "difference"):
+        case "difference":
+            return _difference(row, other, scale, digits)
+        case "ratio_up":
+            return Measured(row.payload_ratio_up or math.nan, n=row.n)
+        case "ratio_down":
+            return Measured(row.payload_ratio_down or math.nan, n=row.n)
+        case "mean":
+            wanted = spec["where"].get("seed")
+            values = [v for seed, v in row.values.items() if wanted in (None, seed)]
+            mean = statistics.fmean(values)
+            if len(values) < 2:
+                return Measured(scale * mean, digits=digits)
+            half = float(half_interval(statistics.stdev(values), len(values), mean, math.nan))
+            return _around(mean, half, scale, row.n, digits)
+        case other_quantity:
+            raise UsageError(f"quantity {other_quantity!r}: difference, ratio_up, ratio_down, mean")
+
+
+def of_table(spec: Mapping[str, Any]) -> Measured:
+    """Return a cell of an analysis: the columns of the value, its limits and its n.
+
+    Raises:
+        UsageError: not one row is selected.
+    """
+    document = json.loads((RESULTS / spec["file"]).read_text(encoding="utf-8"))
+    (rows,) = [one["rows"] for one in document["tables"] if one["name"] == spec["table"]]
+    for key, words in spec["where"].items():
+        exact = [row for row in rows if str(row[key]) == words]
+        rows = exact or [row for row in rows if words in str(row[key])]
+    if len(rows) != 1:
+        raise UsageError(f"{spec['file']}: {spec['where']} selects {len(rows)} rows, not 1")
+    return Measured(*(rows[0][column] for column in spec["columns"]))
+
+
+def value(spec: Mapping[str, Any]) -> Measured:
+    """Return what a value of claims.yaml stands for."""
+    return of_row(spec) if "suite" in spec else of_table(spec)
+
+
+# ---- sentences -----------------------------------------------------------------------------------
+
+
+def finding(entry: Mapping[str, Any]) -> str:
+    """Return the sentences of a finding, with its values."""
+    values = {name: str(value(spec)) for name, spec in entry["values"].items()}
+    return " ".join(str(entry["text"]).format(**values).split())
+
+
+def judged(entry: Mapping[str, Any]) -> str | None:
+    """Return the table row of a claim, with its verdict; None where its rows are awaited."""
+    try:
+        measured = value(entry["value"])
+    except UsageError:
+        if "awaits" in entry:
+            return None
+        raise
+    count = f", n = {measured.n}" if measured.n > 1 else ""
+    here = f"{measured} {entry['unit']}{count}"
+    says = f"**{verdict(measured, **entry['holds_if'])}** {entry['at']}"
+    return f"| {entry['source']} | {entry['claim']} | {here} | {says} |"
+
+
+def _wrapped(sentence: str, mark: str) -> str:
+    indent = " " * len(mark)
+    return textwrap.fill(
+        sentence, WIDTH, initial_indent=mark, subsequent_indent=indent, break_long_words=False
+    )
+
+
+def page(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the findings, the table of claims, and what is not measured yet."""
+    yield from (_wrapped(finding(entry), "* ") for entry in document["findings"])
+    yield "\n| source | claim, in our words | here | verdict |\n| :- | :- | :- | :- |"
+    rows = [(judged(entry), entry) for entry in document["claims"]]
+    yield from (row for row, _ in rows if row is not None)
+    for entry in (entry for row, entry in rows if row is None):
+        sentence = f"Not measured yet: {entry['claim']} ({entry['source']}). `{entry['awaits']}`"
+        yield "\n" + _wrapped(sentence, "")
+
+
+def main() -> None:
+    """Print what the command line asks for."""
+    document = yaml.safe_load((RESULTS / "claims.yaml").read_text(encoding="utf-8"))
+    if sys.argv[1:] == ["--readme"]:
+        quoted = (entry for entry in document["findings"] if entry.get("readme"))
+        print("\n".join(_wrapped(finding(e), f"{i}. ") for i, e in enumerate(quoted, 1)))
+    elif not sys.argv[1:]:
+        print("\n".join(page(document)))
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Methods and memories that are right and unlike the built-in ones: the checks must accept them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gcbench import ops
+from gcbench.core import registry
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Key, check_finite
+from gcbench.core.errors import PayloadError
+from gcbench.core.memory import Memory
+
+Residual = registry.memory_class("residual")
+Momentum = registry.memory_class("momentum")
+
+
+@dataclass(frozen=True)
+class Regenerated(Compressor):
+    """Sends a random quarter, and the rank: the decoder draws the positions again from its key."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def _mask(self, key: Key, rank: int, n: int):
+        return ops.random.uniform(key._replace(rank=rank, stream=0), n) < 0.25
+
+    def encode(self, x, ctx):
+        return x[self._mask(ctx.key, ctx.rank, len(x))], torch.tensor([ctx.rank], dtype=torch.int32)
+
+    def decode(self, payload, ctx):
+        if [part.dtype for part in payload.parts] != [torch.float32, torch.int32]:
+            raise PayloadError("two parts expected")
+        values, rank = payload.parts
+        if len(rank) != 1 or not 0 <= int(rank) < 2**24:
+            raise PayloadError("one rank expected")
+        mask = self._mask(ctx.key, int(rank), ctx.segments.numel)
+        if int(mask.sum()) != len(values):
+            raise PayloadError("another number of values expected")
+        return torch.zeros(ctx.segments.numel).masked_scatter_(mask, check_finite(values))
+
+
+class RegeneratedClaims(Claims, of=Regenerated):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        return 0.75 * float(x.double().square().sum())
+
+
+@dataclass(frozen=True)
+class Nonzeros(Compressor):
+    """Sends the nonzero elements, their positions and the length; sizes depend on the data."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+
+    def encode(self, x, ctx):
+        places = x.nonzero()[:, 0]
+        return places.to(torch.int32), x[places], torch.tensor([len(x)], dtype=torch.int32)
+
+    def decode(self, payload, ctx):
+        if [part.dtype for part in payload.parts] != [torch.int32, torch.float32, torch.int32]:
+            raise PayloadError("positions, values and a length expected")
+        places, values = payload.parts[0].long(), check_finite(payload.parts[1])
+        n = ctx.segments.numel
+        if payload.parts[2].tolist() != [n]:
+            raise PayloadError(f"another length than {n}")
+        rising = bool((places.diff() > 0).all()) if len(places) > 1 else True
+        if len(places) != len(values) or not rising:
+            raise PayloadError("one value for each of rising positions expected")
+        if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < n:
+            raise PayloadError(f"positions beyond {n} elements")
+        return torch.zeros(n).index_put_((places,), values)
+
+
+class NonzerosClaims(Claims, of=Nonzeros):
+    contractive = True
+    exact_for = ("signs", "integers", "sparse")
+
+    def error_bound(self, x, ctx):
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Rated(Compressor):
+    """bfloat16 by truncation; below a learning rate of 0.01 zeros in place of small elements."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def encode(self, x, ctx):
+        if ctx.lr < 0.01:
+            largest = ops.statistics.absmax(x, ctx.segments)
+            sizes = torch.tensor(ctx.segments.lengths)
+            x = x.masked_fill(x.abs() < 1e-3 * largest.repeat_interleave(sizes), 0.0)
+        return (x.contiguous().view(torch.int32) >> 16).to(torch.int16)
+
+    def decode(self, payload, ctx):
+        codes = payload.parts[0]
+        return check_finite((codes.to(torch.int32) << 16).view(torch.float32))
+
+    def layout(self, segments, count=1):
+        return (
+            ((torch.int16, segments.numel),) if count == 1 else ((torch.float32, segments.numel),)
+        )
+
+
+class RatedClaims(Claims, of=Rated):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        size = float(x.double().square().sum())
+        return min(size, 0.05 * size + len(x) * 2.0**-240)
+
+
+class Resetting(Residual):
+    """Drops the error at every 64th step, and says so."""
+
+    @property
+    def lossy(self):
+        return True
+
+    def offer(self, gradient, ctx):
+        if ctx.step % 64 == 0:
+            ctx.state["residual"].zero_()
+        return super().offer(gradient, ctx)
+
+
+@dataclass(frozen=True)
+class WarmingMomentum(Memory):
+    """A momentum whose decay approaches 0.9 within the first steps."""
+
+    buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+    has_momentum: ClassVar[bool] = True
+
+    def offer(self, gradient, ctx):
+        beta = min(0.9, 1 - 1 / (2 + ctx.step))
+        return ctx.state["momentum"].mul_(beta).add_(gradient)
+
+    def dense(self):
+        return self
+
+
+class Normalized(Momentum):
+    """Divides the gradient of this worker by its norm."""
+
+    def offer(self, gradient, ctx):
+        norm = gradient.double().norm()
+        return super().offer((gradient / norm).float() if norm > 0 else gradient, ctx)
+
+
+METHODS = (Regenerated, Nonzeros, Rated)
+MEMORIES = (Resetting, WarmingMomentum, Normalized)
