@@ -7,14 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gcbench import studies
 from gcbench.commands import (
     DataDir,
     Json,
@@ -28,10 +26,12 @@ from gcbench.commands import (
 from gcbench.commands.advise import advise
 from gcbench.commands.bandwidth import bandwidth
 from gcbench.commands.bounds import bounds
+from gcbench.commands.bundle import bundle
 from gcbench.commands.compare import compare
 from gcbench.commands.help import help_
 from gcbench.commands.helptext import make_plain
 from gcbench.commands.histogram import histogram
+from gcbench.commands.listing import info, kernels, list_
 from gcbench.commands.netlab import netlab
 from gcbench.commands.predict import predict
 from gcbench.commands.report import report
@@ -49,28 +49,8 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
 app.add_typer(data_app, name="data")
 
-TIMINGS = Path("results/kernels.json")
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
-
-
-class Kind(StrEnum):
-    """What to list."""
-
-    compressors = "compressors"
-    tasks = "tasks"
-    suites = "suites"
-    words = "words"
-    backends = "backends"
-    analyses = "analyses"
-
-
-class KernelFormat(StrEnum):
-    """The formats in which timings are printed."""
-
-    table = "table"
-    markdown = "markdown"
-    json = "json"
 
 
 S = str | None
@@ -78,6 +58,7 @@ DataName = Annotated[str, typer.Argument(help="A data set: the name of a task th
 
 app.command()(run)
 app.command()(compare)
+app.command()(bundle)
 
 
 @app.command()
@@ -157,58 +138,9 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(name="list")
-def list_(
-    kind: Annotated[Kind, typer.Argument(help="What to list.")] = Kind.compressors,
-    json: Json = False,
-) -> None:
-    """List compressors, tasks, suites, backends, analyses, or the words of the tables."""
-    from gcbench.report import listings
-
-    listed = studies.listed if kind is Kind.analyses else listings.ROWS[kind.value]
-    rows = listed()
-    if json:
-        print_json(rows)
-    else:
-        listings.show(rows)
-
-
-@app.command()
-def info(json: Json = False) -> None:
-    """Show versions, devices, and backends with the reason where one is missing."""
-    from gcbench.report import listings
-
-    facts = listings.info()
-    if json:
-        print_json(facts)
-    else:
-        listings.show_info(facts)
-
-
-@app.command()
-def kernels(
-    file: Annotated[Path, typer.Argument(help="What `make bench` wrote.")] = TIMINGS,
-    op: Annotated[
-        S, typer.Option(help="Only operations and methods whose name contains this.")
-    ] = None,
-    backend: Annotated[
-        S, typer.Option(help="Only backends whose name begins with this, e.g. cpu.")
-    ] = None,
-    size: Annotated[S, typer.Option(help="Only this size, e.g. 25e6 or resnet50.")] = None,
-    threads: Annotated[S, typer.Option(help="Only this number of threads.")] = None,
-    format_: Annotated[
-        KernelFormat, typer.Option("--format", help="How to print.")
-    ] = KernelFormat.table,
-    json: Json = False,
-) -> None:
-    """Show saved kernel timings, beside copy_, eager torch and the fewest bytes that must move."""
-    from gcbench.report import kernel_timings as timing
-
-    timings = timing.load(file)
-    rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
-    output.emit(timing.render(timings, rows, "json" if json else format_.value))
-
-
+app.command(name="list")(list_)
+app.command()(info)
+app.command()(kernels)
 app.command()(histogram)
 app.command()(bounds)
 app.command()(bandwidth)

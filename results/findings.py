@@ -82,7 +82,7 @@ def _runs() -> list[reader.Run]:
 
 
 @cache
-def _rows(suite: str, trials: bool) -> list[compare.Row]:
+def _rows(suite: str, trials: bool) -> list[compare.ComparisonRow]:
     """Return the rows of a suite, from all committed files, as `gcbench compare` makes them."""
     runs = [run for run in _runs() if run.is_trial == trials]
     if trials:
@@ -92,7 +92,9 @@ def _rows(suite: str, trials: bool) -> list[compare.Row]:
     return beside.rows(rows, every=True)
 
 
-def select(rows: Sequence[compare.Row], where: Mapping[str, Any]) -> list[compare.Row]:
+def select(
+    rows: Sequence[compare.ComparisonRow], where: Mapping[str, Any]
+) -> list[compare.ComparisonRow]:
     """Return the rows whose settings are those of `where`.
 
     Raises:
@@ -107,11 +109,13 @@ def select(rows: Sequence[compare.Row], where: Mapping[str, Any]) -> list[compar
     return found
 
 
-def _setting(row: compare.Row, key: str) -> str:
+def _setting(row: compare.ComparisonRow, key: str) -> str:
     return text(compare._settings(row.runs[0]).get(key))
 
 
-def _difference(row: compare.Row, other: compare.Row | None, scale: float, digits: int) -> Measured:
+def _difference(
+    row: compare.ComparisonRow, other: compare.ComparisonRow | None, scale: float, digits: int
+) -> Measured:
     """Return the mean paired difference from another row, by default from the row's baseline."""
     if other is None:
         limits = [row.difference, row.difference_low, row.difference_high]

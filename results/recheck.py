@@ -36,10 +36,10 @@ def current(row: dict[str, Any]) -> bool:
     return name in suites.names() and version == str(suites.load(name).version)
 
 
-def selected(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def selected(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Return the rows to run again, and the number of those from which they were taken."""
     unclean = [
-        row for row in found if str(row["provenance"].get("commit")).endswith("+") and current(row)
+        row for row in rows if str(row["provenance"].get("commit")).endswith("+") and current(row)
     ]
     unclean.sort(key=lambda row: row["config_hash"])
     return unclean[::EVERY], len(unclean)

@@ -19,8 +19,8 @@ from typing import Any
 def rows_of(document: Any, table: str | None) -> list[dict[str, Any]]:
     """Return the rows of a file."""
     if table is not None:
-        (found,) = [each for each in document["tables"] if each["name"] == table]
-        return list(found["rows"])
+        (match,) = [each for each in document["tables"] if each["name"] == table]
+        return list(match["rows"])
     return list(document["rows"] if isinstance(document, dict) else document)
 
 
@@ -51,13 +51,17 @@ def main() -> None:
     parser.add_argument("--where", action="append", default=[])
     parser.add_argument("--scale", action="append", default=[])
     parser.add_argument("columns", nargs="+")
-    given = parser.parse_args()
-    text = sys.stdin.read() if given.file == "-" else Path(given.file).read_text(encoding="utf-8")
-    rows = rows_of(json.loads(text), given.table)
-    for key, _, text in (word.partition("=") for word in given.where):
+    arguments = parser.parse_args()
+    text = (
+        sys.stdin.read()
+        if arguments.file == "-"
+        else Path(arguments.file).read_text(encoding="utf-8")
+    )
+    rows = rows_of(json.loads(text), arguments.table)
+    for key, _, text in (word.partition("=") for word in arguments.where):
         rows = [row for row in rows if text in str(value(row, key))]
-    factors = {key: float(factor) for key, _, factor in (w.partition("=") for w in given.scale)}
-    columns = [word.partition("=") for word in given.columns]
+    factors = {key: float(factor) for key, _, factor in (w.partition("=") for w in arguments.scale)}
+    columns = [word.partition("=") for word in arguments.columns]
     print("|".join(["", *(heading or path for path, _, heading in columns), ""]))
     print("|" + "-|" * len(columns))
     for row in rows:

@@ -1,10 +1,11 @@
-"""What the commands of the analyses share: options, output, progress. Each command has a file.
+"""Options, output and progress that commands share; each command has a file.
 
-Nothing that is slow to import is imported here.
+Imports nothing slow.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import shlex
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
@@ -25,12 +26,14 @@ if TYPE_CHECKING:
     from gcbench.core import progress
     from gcbench.report.analysis import Analysis, Ledger
 
+    Draw = Callable[[Analysis, Path], list[Path] | None]
+
 RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
 
 
 class Progress(StrEnum):
-    """The ways in which progress is shown."""
+    """Ways to show progress."""
 
     auto = "auto"
     bar = "bar"
@@ -39,7 +42,7 @@ class Progress(StrEnum):
 
 
 class Format(StrEnum):
-    """The formats in which tables are printed."""
+    """Formats of printed tables."""
 
     table = "table"
     markdown = "markdown"
@@ -66,13 +69,11 @@ Shown = Annotated[
         "--progress", metavar="HOW", help="How to show progress: auto, bar, plain or none."
     ),
 ]
-Results = Annotated[
-    Path, typer.Option("--results", help="Folder in which the analysis makes its own folder.")
-]
+Results = Annotated[Path, typer.Option("--results", help="Folder for the folder of the analysis.")]
 
 
 def _drawable(path: Path | None) -> Path | None:
-    """Return the path, or refuse it if no picture can be written there, before any long work."""
+    """Return the path of a picture, or refuse it before any long work."""
     from gcbench.report import figures
 
     return None if path is None else figures.check(path)
@@ -86,7 +87,7 @@ Plot = Annotated[
         help="Also draw the picture here (.png, .svg, .pdf); the analysis' folder has a .png.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Repeat what is finished.")]
+Force = Annotated[bool, typer.Option("--force", help="Repeat finished work.")]
 Details = Annotated[
     bool, typer.Option("--details", help="Print all tables, assumptions and footnotes.")
 ]
@@ -127,13 +128,69 @@ def print_json(value: Any) -> None:
 
 
 def watched(shown: Progress, name: str, steps: int) -> progress.Observer:
-    """Return what shows the progress of work that is short as a rule: nothing in the first second.
-
-    `name` and `steps` are the work's.
-    """
+    """Return an observer of short work, which shows nothing in the first second."""
     from gcbench.core import progress
 
     return progress.Delayed(lambda: progress.observer(shown.value, name, steps))
+
+
+class Output(NamedTuple):
+    """Where an analysis is stored and how it is printed: flags of the commands of analyses."""
+
+    results: Results = ANALYSES
+    plot: Plot = None
+    force: Force = False
+    progress: Shown = Progress.auto
+    details: Details = False
+    format_: Formatted = Format.table
+    json: Json = False
+
+    def deliver(self, analysis: Analysis, draw: Draw | None = None) -> None:
+        """Save, print and draw an analysis; see `deliver`."""
+        deliver(
+            analysis,
+            self.results,
+            self.plot,
+            self.format_,
+            as_json=self.json,
+            details=self.details,
+            draw=draw,
+        )
+
+    @classmethod
+    def flags(cls) -> list[inspect.Parameter]:
+        """Return a parameter of a command for each field."""
+        hints = get_type_hints(cls, include_extras=True)
+        return [
+            inspect.Parameter(name, KEYWORD, default=default, annotation=hints[name])
+            for name, default in cls._field_defaults.items()
+        ]
+
+
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_flags(
+    call: Callable[..., None], flags: Sequence[inspect.Parameter], source: Any
+) -> Callable[..., None]:
+    """Return `call` with these parameters, and the docstring and name of `source`."""
+    call.__doc__ = inspect.getdoc(source)
+    call.__name__ = source.__name__
+    call.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    call.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return call
+
+
+def with_output(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with the flags of `Output`, which the function receives as `out`."""
+
+    def call(**values: Any) -> None:
+        out = Output(**{name: values.pop(name) for name in Output._fields})
+        function(**values, out=out)
+
+    declared = inspect.signature(function, eval_str=True).parameters.values()
+    flags = [flag.replace(kind=KEYWORD) for flag in declared if flag.name != "out"]
+    return with_flags(call, [*flags, *Output.flags()], function)
 
 
 def deliver(
@@ -143,13 +200,10 @@ def deliver(
     chosen: Format,
     *,
     as_json: bool,
-    details: bool = True,
-    draw: Callable[[Analysis, Path], list[Path] | None] | None = None,
+    details: bool,
+    draw: Draw | None = None,
 ) -> None:
-    """Save an analysis, print it, and draw it into its folder and to `plot`.
-
-    `draw`: default `studies.draw`.
-    """
+    """Save an analysis, print it, and draw it into its folder and to `plot`."""
     from gcbench.report import analysis as measuring
 
     folder = measuring.save(analysis, results)
@@ -161,7 +215,7 @@ def deliver(
 
 
 def command_line() -> str:
-    """Return the command as it was typed: that of gcbench, or of a script."""
+    """Return the command line of gcbench or of a script."""
     script = Path(sys.argv[0])
     is_script = script.suffix == ".py" and script.name != "__main__.py"
     program = ["python", str(script)] if is_script else ["gcbench"]
@@ -169,12 +223,12 @@ def command_line() -> str:
 
 
 def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
-    """Return the numbers of a comma-separated list, without repetitions; 1e3 is 1000.
+    """Return the numbers of a comma-separated list, each once; 1e3 is 1000.
 
     Raises:
-        UsageError: a word is no number above 0 (no whole number, where `cast` is int).
+        UsageError: a word is not a number above 0, or not an integer if `cast` is int.
     """
-    found = []
+    values = []
     for word in filter(None, (piece.strip() for piece in text.split(","))):
         value = -1.0
         with suppress(ValueError):
@@ -184,16 +238,16 @@ def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
             raise UsageError(
                 f"{flag} {text!r}: {kind} above 0 with commas expected ({word!r} came), e.g. 8,64"
             )
-        found.append(cast(value))
-    if not found:
+        values.append(cast(value))
+    if not values:
         raise UsageError(f"{flag}: at least one number expected, e.g. {flag} 8,64")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
-def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **given: Any) -> Any:
+def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **fields: Any) -> Any:
     """Return settings of class `kind`.
 
-    `flags`: those of fields whose flag is not their own name with hyphens.
+    `flags`: field -> flag, where the flag is not the field's name with hyphens.
 
     Raises:
         UsageError: a value is out of range; the message names its flag.
@@ -201,7 +255,7 @@ def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **given: An
     from pydantic import ValidationError
 
     try:
-        return kind(**given)
+        return kind(**fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
@@ -210,7 +264,7 @@ def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **given: An
 
 
 OTHER = ", made by another version of the code"
-"""What a message says of stored work, which serves: any edit of a file changes the digest."""
+"""Part of a message; the result is still used, because any edit changes the digest."""
 
 
 def long_work(
@@ -224,30 +278,31 @@ def long_work(
     force: bool,
     code: str = "",
 ) -> Analysis:
-    """Run an analysis that keeps its finished parts in a ledger, and show its progress.
+    """Run an analysis that stores its finished parts in a ledger, and show its progress.
 
-    `steps` is how many steps the progress has; with `force` the ledger starts empty. An analysis
-    whose result follows from its settings alone gives the digest of its `code`: a finished one is
-    then read and not made again, and a message says so if other code made it. Others also depend
-    on files that change, such as the rows of runs, and are made anew.
+    `steps`: of the progress; with `force` the ledger starts empty. An analysis whose result follows
+    from its settings alone passes the digest of its `code`: a finished one is then read instead of
+    repeated. Others depend on files that change, such as rows of runs, and are always repeated.
     """
     from gcbench.core import progress
     from gcbench.report import analysis as measuring
 
     name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
     if code and not force and measuring.finished(results / name):
-        made = measuring.load(results / name)
-        other = made.provenance.get("code") != code
-        say(f"{results / name} is finished{other * OTHER}; --force does it again")
-        return made
+        result = measuring.load(results / name)
+        other = result.provenance.get("code") != code
+        say(f"{results / name} is finished{other * OTHER}; --force repeats it")
+        return result
     observer = progress.observer(shown.value, name, steps)
     try:
         with measuring.Ledger(results / name, code).open(afresh=force) as ledger:
             if ledger.code != code:
-                say(f"{results / name} goes on from parts{OTHER}; --force begins it again")
-            made = work(settings, command_line(), observer, ledger)
-            made.provenance |= {"started": ledger.started} | ({"code": ledger.code} if code else {})
-            return made
+                say(f"{results / name} continues stored work{OTHER}; --force starts over")
+            result = work(settings, command_line(), observer, ledger)
+            result.provenance["started"] = ledger.started
+            if code:
+                result.provenance["code"] = ledger.code
+            return result
     finally:
         observer.close()
         with suppress(OSError):  # an analysis that was refused leaves no empty folder behind
@@ -258,13 +313,13 @@ def long_work(
 
 
 LONGEST_MESSAGE = 4000
-"""Characters of an error message that are printed: a plug-in may raise an error of any length."""
+"""Longest printed error message in characters: a plug-in's errors may have any length."""
 
 
 def message(text: str) -> str:
-    """Return an error message as it is printed: without control sequences, and of limited length.
+    """Return an error message without control sequences, with its middle cut if it is long.
 
-    The middle is left out: the beginning says what came, the end what to do.
+    The beginning names what was received, the end what to do.
     """
     from gcbench.results import sanitize
 
@@ -277,11 +332,11 @@ def message(text: str) -> str:
 
 
 MOST_FAULTS = 20
-"""Errors of rows that are printed."""
+"""Number of printed errors of rows."""
 
 
 def end_with(faults: Sequence[GcbenchError]) -> None:
-    """Print the errors of rows that were left out, if there are any, and exit with code 1."""
+    """Print the errors of rows that were left out and exit with code 1, if there are any."""
     for fault in faults[:MOST_FAULTS]:
         say(f"gcbench: left out: {message(str(fault))}")
     if len(faults) > MOST_FAULTS:

@@ -129,10 +129,10 @@ def advise(
         sharded=sharded,
         kernels=kernels,
     )
-    result = long_work(
+    analysis = long_work(
         advice.KIND, settings, results, progress, len(chosen), advice.run, force=force
     )
-    deliver(result, results, plot, format_, as_json=json, details=details)
+    deliver(analysis, results, plot, format_, as_json=json, details=details)
 
 
 advise.__doc__ = f"{advise.__doc__}\n{CLUSTER_YAML}"

@@ -6,20 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    deliver,
-    say,
-)
+from gcbench.commands import Output, say, with_output
 
 S = str | None
 SIZES = "Bytes of the float32 gradient"
@@ -31,31 +18,12 @@ def _opt(*flags: str, text: str, panel: str) -> Any:
     return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
 
 
+@with_output
 def bandwidth(
-    minbytes: Annotated[
-        S, _opt("-b", "--minbytes", text="Smallest size, e.g. 4K. Default 4K.", panel=SIZES)
-    ] = None,
-    maxbytes: Annotated[
-        S, _opt("-e", "--maxbytes", text="Largest size, e.g. 16M. Default 16M.", panel=SIZES)
-    ] = None,
-    factor: Annotated[
-        float | None,
-        _opt(
-            "-f", "--stepfactor", text="Factor from one size to the next. Default 8.", panel=SIZES
-        ),
-    ] = None,
-    step: Annotated[
-        S,
-        _opt(
-            "-i",
-            "--stepbytes",
-            text="Difference between one size and the next, in place of the factor.",
-            panel=SIZES,
-        ),
-    ] = None,
+    *,
     sizes: Annotated[
-        S, _opt("--sizes", text="A list of sizes in place of -b, -e, -f, -i: 4K,1M.", panel=SIZES)
-    ] = None,
+        str, typer.Option(help="Sizes; K, M, G are powers of 1024.", rich_help_panel=SIZES)
+    ] = "4K,32K,256K,2M,16M",
     iterations: Annotated[
         int,
         typer.Option(
@@ -71,7 +39,6 @@ def bandwidth(
         typer.Option(
             "-w",
             "--warmup-iters",
-            "--warmup_iters",
             min=0,
             help="Iterations before the timed ones.",
             rich_help_panel=SIZES,
@@ -103,7 +70,7 @@ def bandwidth(
         bool,
         typer.Option(
             "--memory/--no-memory",
-            help="Use the memory of each method's source (error feedback), or none.",
+            help="Whether methods use their memory (error feedback).",
             rich_help_panel=WHAT,
         ),
     ] = True,
@@ -111,7 +78,7 @@ def bandwidth(
         float,
         typer.Option(
             min=0,
-            help="Latency in microseconds of the links for which is predicted what pays.",
+            help="Latency per message of predicted links, in microseconds.",
             rich_help_panel=WHAT,
         ),
     ] = 50.0,
@@ -145,40 +112,22 @@ def bandwidth(
     seed: Annotated[
         int, typer.Option(help="Seed of the methods' random numbers.", rich_help_panel=WHERE)
     ] = 0,
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    out: Output,
 ) -> None:
     """Time collectives, plain and compressed, and check every result; exit code 1 if one is wrong.
 
     Prints the sizes from which compression pays here, and predicts the links on which it would.
-    An interrupted command continues when it is repeated.
+    Repeat an interrupted command to continue it.
     """
-
-    from gcbench.core.errors import Interrupted, UsageError
+    from gcbench.core.errors import Interrupted
     from gcbench.profile import bandwidth as measuring
     from gcbench.profile.bandwidth import settings as setting
 
-    if sizes is not None:
-        if any(given is not None for given in (minbytes, maxbytes, factor, step)):
-            raise UsageError("--sizes is a list in place of -b, -e, -f and -i: give one of the two")
-        wanted = setting.listed(sizes)
-    else:
-        wanted = setting.sizes_between(
-            setting.size_of(minbytes or "4K"),
-            setting.size_of(maxbytes or "16M"),
-            factor,
-            None if step is None else setting.size_of(step),
-        )
     settings = setting.make(
         compressors=compressor,
         collectives=collective,
         plain=plain,
-        sizes=wanted,
+        sizes=setting.listed(sizes),
         workers=workers,
         engine=engine,
         threads=threads,
@@ -191,15 +140,15 @@ def bandwidth(
         seed=seed,
     )
     try:
-        found = measuring.run(settings, results, progress.value, force=force)
+        result = measuring.run(settings, out.results, out.progress.value, force=out.force)
     except Interrupted:
         say("\nmeasurements are saved; repeat the command to continue")
         raise
-    if found is None:
+    if result is None:
         return  # worker 0 prints
-    analysis, new = found
+    analysis, new = result
     if not new:
         say("already measured; --force measures again")
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(analysis)
     if analysis.failed:
         raise typer.Exit(1)

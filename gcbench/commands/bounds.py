@@ -6,21 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    DataDir,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    command_line,
-    deliver,
-    say,
-)
+from gcbench.commands import DataDir, Output, command_line, say, with_output
 
 TRAIN = "The training whose gradients are observed"
 LOOK = "What is tested"
@@ -30,7 +16,9 @@ def _opt(text: str, panel: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=panel, **more)
 
 
+@with_output
 def bounds(
+    *,
     claims: Annotated[
         str, _opt("Only claims whose names match, e.g. 'sign*' or '*/topk'.", LOOK)
     ] = "*",
@@ -72,12 +60,7 @@ def bounds(
         ),
     ] = False,
     data_dir: DataDir = None,
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    out: Output,
 ) -> None:
     """Put the papers' theorems, and what methods declare of themselves, to the test.
 
@@ -118,19 +101,19 @@ def bounds(
         claims=claims,
         quadratic_only=quadratic_only,
     )
-    done = measure.finished(settings, results)
-    if done is not None and not force:
+    done = measure.finished(settings, out.results)
+    if done is not None and not out.force:
         say(f"{done} is finished; --force does it again")
-        found = measuring.load(done)
+        analysis = measuring.load(done)
     else:
         command = command_line()
-        found = measure.run(
-            settings, results, data_dir, progress.value, command=command, force=force
+        analysis = measure.run(
+            settings, out.results, data_dir, out.progress.value, command=command, force=out.force
         )
-    deliver(found, results, plot, format_, as_json=json)
-    if strict and found.failed:
+    out.deliver(analysis)
+    if strict and analysis.failed:
         say("a theorem's bound is violated; see the verdicts above")
         raise typer.Exit(1)
-    if strict and (left := measure.unjudged(settings, found.table("claims").rows)):
+    if strict and (left := measure.unjudged(settings, analysis.table("claims").rows)):
         say(f"no theorem judged {', '.join(left)}; gcbench verify checks what a method declares")
         raise typer.Exit(1)

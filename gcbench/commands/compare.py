@@ -13,6 +13,7 @@ import typer
 from gcbench.commands import (
     RUNS,
     SUITE,
+    Details,
     Format,
     Formatted,
     Json,
@@ -26,10 +27,14 @@ from gcbench.core import output
 from gcbench.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from gcbench.report.compare import Row
+    from gcbench.report.compare import Asked, ComparisonRow
     from gcbench.training.suites import Suite
 
 S = str | None
+
+
+MACHINE = "machine"
+"""The value of `--by` that compares the same runs of several machines."""
 
 
 class Width(StrEnum):
@@ -42,14 +47,20 @@ class Width(StrEnum):
 def compare(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(help="Runs, folders of runs, or files of rows (.json, .parquet)."),
+        typer.Argument(
+            help="Runs, folders of runs, files of rows (.json, .parquet), or bundles (.zip)."
+        ),
     ] = None,
     where: Annotated[
         list[str] | None,
         typer.Option(help="Only rows with this setting, e.g. workers=4 or compressor=none,topk."),
     ] = None,
     by: Annotated[
-        S, typer.Option(help="Print a table for each value of a setting, e.g. task.")
+        S,
+        typer.Option(
+            help="Print a table for each value of a setting, e.g. task; machine: do the same runs "
+            "on several machines end in the same parameters?"
+        ),
     ] = None,
     target: Annotated[
         S,
@@ -97,12 +108,13 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    details: Details = False,
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
     """Compare finished runs: accuracy over seeds, bytes, time by phase."""
+    from gcbench.report import bundle, figures, suite_index
     from gcbench.report import compare as comparing
-    from gcbench.report import figures, suite_index
     from gcbench.results import reader
     from gcbench.results.suites import head, per_suite
 
@@ -117,17 +129,33 @@ def compare(
         tuple(filter(None, (word.strip() for word in (columns or "").split(",")))),
         width.value if width is not None else "",
         [comparing.Label.parse(one) for one in label or ()],
+        details,
     )
     places = folders or [RUNS]
     faults: reader.Faults = []
-    runs = reader.load(places, partial(watched, progress, "compare"), faults)
+    watch = partial(watched, progress, "compare")
+    with bundle.opened(places) as paths:
+        runs = reader.load(paths, watch, faults, repeated=by == MACHINE)
+    if by == MACHINE:
+        from gcbench.report import machines, tables
+
+        meets = comparing.where(runs, asked.conditions)
+        chosen_runs = [run for run in meets[0] if meets[1](run)]
+        named = dict(zip(paths, places, strict=True))
+        output.emit(machines.render(chosen_runs, named, asked.format, tables.columns()))
+        end_with(faults)
+        return
     chosen = _load_suite(suite) if suite is not None else None
     groups = per_suite(runs, {} if chosen is None else {chosen.name: chosen.version})
     labelled = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         labelled += groups.get("", [])
         groups = {suite: labelled}
-    elif len(groups.keys() - {""}) > 1 and not (where or by or target or trials or plot or columns):
+    elif (
+        len(groups.keys() - {""}) > 1
+        and plot is None
+        and (_is_short(asked) or not (where or by or target or trials or columns))
+    ):
         output.emit(suite_index.index(groups, places, asked.format))
         end_with(faults)
         return
@@ -136,7 +164,8 @@ def compare(
             f"these rows come from {len(groups)} suites and cannot share one table or picture: "
             f"choose with --suite {' or '.join(filter(None, groups))}"
         )
-    shown: list[Row] = []
+    asked = asked._replace(lines=max(8, asked.lines // max(1, len(groups))))
+    shown: list[ComparisonRow] = []
     for name, group in groups.items():
         tested = not trials and any(not run.is_trial for run in group)
         if name and tested:
@@ -151,9 +180,9 @@ def compare(
         else:
             rows = comparing.chosen(group if trials else reader.without_trials(group), asked)
             title, missing = "", []
-        output.emit(("\n" if shown else "") + comparing.told(rows, asked, title))
+        output.emit(("\n" if shown else "") + comparing.render(rows, asked, title))
         if missing:
-            say("\n  ".join(missing))
+            say("\n  ".join(missing) if details else f"{missing[0]}: --details lists them")
         shown += rows
     if plot is not None:
         from gcbench.report import paper_plot, run_plots, tier_plot
@@ -172,20 +201,24 @@ def compare(
     end_with(faults)
 
 
+def _is_short(asked: Asked) -> bool:
+    return asked.format == "table" and not asked.details
+
+
 def _load_suite(name: str) -> Suite:
     from gcbench.training import suites  # imports torch
 
     return suites.load(name)
 
 
-def _conditions(given: Sequence[str]) -> dict[str, list[str]]:
+def _conditions(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each setting in words like workers=2,4.
 
     Raises:
         UsageError: a word has another form, or a setting comes twice.
     """
     conditions: dict[str, list[str]] = {}
-    for word in given:
+    for word in arguments:
         key, equals, values = word.partition("=")
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")

@@ -11,32 +11,16 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from gcbench.commands import (
-    ANALYSES,
+    KEYWORD,
     DataDir,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    deliver,
+    Output,
     long_work,
     make,
+    with_flags,
 )
 from gcbench.core.errors import GcbenchError
 
 PLAIN = (str, int, float, bool)
-COMMON: dict[str, tuple[Any, Any]] = {
-    "results": (Results, ANALYSES),
-    "plot": (Plot, None),
-    "force": (Force, False),
-    "progress": (Shown, Progress.auto),
-    "format_": (Formatted, Format.table),
-    "json": (Json, False),
-}
-"""Parameters of every analysis' command besides its settings: annotation and default."""
 DATA = "data_dir"
 """If a module's `run` has this parameter, its command has the flag `--data-dir`."""
 
@@ -52,10 +36,10 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     if is_list:
         (kind,) = get_args(kind)
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    if kind not in PLAIN or name in (*COMMON, DATA):
+    if kind not in PLAIN or name in (*Output._fields, DATA):
         raise GcbenchError(
             f"field {name!r} of its settings is {field.annotation}; a flag needs str, int, float, "
-            f"bool or a list of one of them, and a name other than {', '.join(COMMON)}"
+            f"bool or a list of one of them, and a name other than {', '.join(Output._fields)}"
         )
     default: Any = ... if field.is_required() else field.get_default(call_default_factory=True)
     if is_list and default is not ...:
@@ -64,7 +48,7 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     type_: Any = str if is_list else kind
     return inspect.Parameter(
         name,
-        inspect.Parameter.KEYWORD_ONLY,
+        KEYWORD,
         default=inspect.Parameter.empty if default is ... else default,
         annotation=Annotated[type_, option],
     )
@@ -83,45 +67,30 @@ def command(study: ModuleType) -> Callable[..., None]:
     fields = study.Settings.model_fields
     flags = [_flag(name, field) for name, field in fields.items()]
     lists = {name for name, field in fields.items() if get_origin(field.annotation) is list}
-    common: dict[str, tuple[Any, Any]] = dict(COMMON)
     if trains := DATA in inspect.signature(study.run).parameters:
-        common[DATA] = (DataDir, None)
+        flags.append(inspect.Parameter(DATA, KEYWORD, default=None, annotation=DataDir))
 
-    def call(**given: Any) -> None:
+    def call(**values: Any) -> None:
         from gcbench.report import analysis as measuring
 
-        options = {name: given.pop(name) for name in common}
+        out = Output(**{name: values.pop(name) for name in Output._fields})
+        data_dir = values.pop(DATA, None)
         for name in lists:
-            given[name] = [item for item in given[name].split(",") if item]
-        settings = make(study.Settings, **given)
+            values[name] = [item for item in values[name].split(",") if item]
+        settings = make(study.Settings, **values)
         result = long_work(
             study.KIND,
             settings,
-            options["results"],
-            options["progress"],
+            out.results,
+            out.progress,
             getattr(study, "steps", lambda settings: 1)(settings),
-            partial(study.run, data_dir=options[DATA]) if trains else study.run,
-            force=options["force"],
+            partial(study.run, data_dir=data_dir) if trains else study.run,
+            force=out.force,
             code=measuring.code(study),
         )
-        deliver(
-            result,
-            options["results"],
-            options["plot"],
-            options["format_"],
-            as_json=options["json"],
-            draw=study.draw,
-        )
+        out.deliver(result, draw=study.draw)
         if result.failed:
             raise typer.Exit(1)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
     flags.sort(key=lambda flag: flag.default is not inspect.Parameter.empty)
-    flags += [
-        inspect.Parameter(name, keyword, default=default, annotation=annotation)
-        for name, (annotation, default) in common.items()
-    ]
-    call.__doc__ = inspect.getdoc(study)
-    call.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
-    call.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    return call
+    return with_flags(call, [*flags, *Output.flags()], study)

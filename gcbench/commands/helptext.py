@@ -35,31 +35,31 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
 
 def _rows(records: list[tuple[str, str]], width: int) -> str:
     lines = []
-    for name, told in records:
+    for name, help in records:
         if width < NARROW or len(name) > BESIDE - 2:
             lines.append(f"  {name}")
-            if told and width < NARROW:
-                lines.append(wrapped(told, width, " " * 6))
-            elif told:
-                lines.append(wrapped(told, width, " " * (BESIDE + 2)))
+            if help and width < NARROW:
+                lines.append(wrapped(help, width, " " * 6))
+            elif help:
+                lines.append(wrapped(help, width, " " * (BESIDE + 2)))
         else:
-            text = wrapped(told, width, " " * (BESIDE + 2))
+            text = wrapped(help, width, " " * (BESIDE + 2))
             lines.append(f"  {name:<{BESIDE}}{text[BESIDE + 2 :]}".rstrip())
     return "\n".join(lines)
 
 
 def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
     """Return the records of a command's parameters by their group, arguments first."""
-    found: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+    panels: dict[str, list[tuple[str, str]]] = {"Arguments": []}
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
         if record is None:
             continue
         usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
         panel = getattr(parameter, "rich_help_panel", None) or usual
-        found.setdefault(panel, []).append(record)
-    last = found.pop("Options", [])  # options that every command has come after its own
-    return {title: records for title, records in {**found, "Options": last}.items() if records}
+        panels.setdefault(panel, []).append(record)
+    last = panels.pop("Options", [])  # options that every command has come after its own
+    return {title: records for title, records in {**panels, "Options": last}.items() if records}
 
 
 class _Plain:
@@ -77,9 +77,9 @@ class _Plain:
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in names:
             command = self.get_command(ctx, name)
-            told = (command.help or "").partition("\n\n")[0]
+            help = (command.help or "").partition("\n\n")[0]
             panel = getattr(command, "rich_help_panel", None) or "Commands"
-            panels.setdefault(str(panel), []).append((name, " ".join(told.split())))
+            panels.setdefault(str(panel), []).append((name, " ".join(help.split())))
         for title, records in panels.items():
             formatter.write(f"\n{title}:\n{_rows(records, width)}\n")
 

@@ -7,35 +7,15 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    DataDir,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    command_line,
-    deliver,
-)
+from gcbench.commands import DataDir, Output, command_line, with_output
 from gcbench.core.errors import UsageError
 
 TRAINED = "Training, where no captures are named"
 
 
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        found = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{flag} {text!r}: numbers with commas expected") from None
-    return list(dict.fromkeys(found))
-
-
+@with_output
 def histogram(
+    *,
     captures: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -63,12 +43,6 @@ def histogram(
         int | None,
         typer.Option(min=1, help="Workers.", show_default="all captured; 4 in a training"),
     ] = None,
-    clip: Annotated[
-        str, typer.Option(help="TernGrad's clipping factors to measure, in standard deviations.")
-    ] = "2.5",
-    kept: Annotated[
-        str, typer.Option(help="Shares of elements at which FFT and top-k are compared.")
-    ] = "0.15,0.01",
     task: Annotated[
         str, typer.Option(help="Task; see `gcbench list tasks`.", rich_help_panel=TRAINED)
     ] = "digits",
@@ -92,15 +66,9 @@ def histogram(
         str, typer.Option(help="Seeds, e.g. 0,1,2: a training each.", rich_help_panel=TRAINED)
     ] = "0",
     data_dir: DataDir = None,
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    out: Output,
 ) -> None:
-    """Show what compressors do to real gradients: histograms, errors, and the papers' claims.
+    """Show what compressors do to real gradients: histograms and errors.
 
     Gradients are captured by `gcbench run --capture 0,100,399`, or in a training by this command.
     All methods encode the same gradients, without memory; errors are those of each worker alone,
@@ -110,11 +78,10 @@ def histogram(
     from gcbench.profile import histogram as measuring
     from gcbench.training import captures as capturing
 
-    clips, shares = _numbers("--clip", clip), _numbers("--kept", kept)
-    measuring.check(compressor, clips, shares)
+    measuring.methods_of(compressor)  # before any training
     chosen = None if capture is None else capturing.steps(capture)
     if captures:
-        found = capturing.load(captures)
+        loaded = capturing.load(captures)
     else:
         words = {"task": task, "workers": workers or 4, "steps": steps, "batch": batch}
         config = {key: value for key, value in words.items() if value is not None}
@@ -124,20 +91,18 @@ def histogram(
             seeds = [int(word) for word in seed.split(",")]
         except ValueError:
             raise UsageError(f"--seed {seed!r}: whole numbers with commas expected") from None
-        found = measuring.train(
-            config, seeds, chosen, results, data_dir, progress.value, force=force
+        loaded = measuring.train(
+            config, seeds, chosen, out.results, data_dir, out.progress.value, force=out.force
         )
-    found, number = measuring.select(found, chosen, workers)
+    loaded, number = measuring.select(loaded, chosen, workers)
     analysis = measuring.measure(
-        found,
+        loaded,
         compressor,
         workers=number,
         layers=layers,
-        clips=clips,
-        kept=shares,
-        results=results,
-        shown=progress.value,
+        results=out.results,
+        shown=out.progress.value,
         command=command,
-        force=force,
+        force=out.force,
     )
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(analysis)

@@ -8,6 +8,7 @@ import typer
 
 from gcbench.commands import (
     ANALYSES,
+    Details,
     Force,
     Format,
     Formatted,
@@ -56,6 +57,7 @@ def netlab(
     plot: Plot = None,
     force: Force = False,
     progress: Shown = Progress.auto,
+    details: Details = False,
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
@@ -94,4 +96,4 @@ def netlab(
     analysis = long_work(
         lab.KIND, settings, results, progress, lab.steps(settings), lab.run, force=force
     )
-    deliver(analysis, results, plot, format_, as_json=json)
+    deliver(analysis, results, plot, format_, as_json=json, details=details)

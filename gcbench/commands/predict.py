@@ -251,8 +251,8 @@ def predict(
             sharded=sharded,
             kernels=kernels,
         )
-    result = long_work(study.KIND, settings, results, progress, steps, study.run, force=force)
-    deliver(result, results, plot, format_, as_json=json, details=details)
+    analysis = long_work(study.KIND, settings, results, progress, steps, study.run, force=force)
+    deliver(analysis, results, plot, format_, as_json=json, details=details)
 
 
 predict.__doc__ = f"{predict.__doc__}\n{CLUSTER_YAML}"

@@ -37,34 +37,41 @@ def report(
     """
     from gcbench import studies
     from gcbench.core import progress as showing
-    from gcbench.report import page, suite_match
+    from gcbench.report import bundle, page, suite_match
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
-    found = page.collect(places)
+    with bundle.opened(places) as paths:
+        contents = page.collect(paths)
     beside = [
-        suite_match.beside(suites.load(name), found.runs) for name in dict.fromkeys(suite or ())
+        suite_match.beside(suites.load(name), contents.runs) for name in dict.fromkeys(suite or ())
     ]
     observers: list[showing.Observer] = []
 
-    def said(done: int, of: int, what: str) -> None:
+    def show(done: int, of: int, what: str) -> None:
         if not observers:
             observers.append(showing.observer(progress.value, "report", of))
         observers[0].step(done, what)
 
     page.check(output)
     try:
-        text = page.page(found, studies.draw, title=title, target=target, suites=beside, said=said)
+        text = page.page(
+            contents, studies.draw, title=title, target=target, suites=beside, progress=show
+        )
     finally:
         for observer in observers:
             observer.close()
     page.write(output, text)
-    timings = sum(len(one.rows) for one in found.timings.values())
-    counts = {"runs": len(found.runs), "analyses": len(found.analyses), "kernel timings": timings}
+    timings = sum(len(one.rows) for one in contents.timings.values())
+    counts = {
+        "runs": len(contents.runs),
+        "analyses": len(contents.analyses),
+        "kernel timings": timings,
+    }
     if json:
         rows = {what.replace(" ", "_"): count for what, count in counts.items()}
         print_json({"page": str(output), "bytes": len(text.encode()), **rows})
     else:
-        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        say(f"wrote {output}: {told}")
-    end_with(found.faults)
+        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        say(f"wrote {output}: {summary}")
+    end_with(contents.faults)

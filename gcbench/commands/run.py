@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from gcbench.commands import RUNS, SUITE, DataDir, Json, Progress, Shown, completed, say
+from gcbench.commands import RUNS, SUITE, DataDir, Json, Progress, Shown, completed, say, with_flags
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.results.settings import COMPARED, SET_FLAGS, TRAINING, Settings
@@ -65,20 +65,15 @@ def derived(function: Callable[..., None]) -> Callable[..., None]:
     """
     _, *others = inspect.signature(function, eval_str=True).parameters.values()
     flags = [_flag(name, field) for name, field in Settings.model_fields.items()]
-    known = {flag.name: flag for flag in flags if flag is not None}
+    flags_by_name = {flag.name: flag for flag in flags if flag is not None}
 
-    def call(**given: Any) -> None:
-        settings = {name: given.pop(name) for name in known}
-        function({k: v for k, v in settings.items() if v is not None}, **given)
+    def call(**values: Any) -> None:
+        settings = {name: values.pop(name) for name in flags_by_name}
+        function({k: v for k, v in settings.items() if v is not None}, **values)
 
     first = [one for one in others if one.name in ("suite", "network")]
     rest = [one for one in others if one not in first]
-    parameters = [*first, *known.values(), *rest]
-    call.__doc__ = inspect.getdoc(function)
-    call.__name__ = function.__name__
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    call.__annotations__ = {one.name: one.annotation for one in parameters}
-    return call
+    return with_flags(call, [*first, *flags_by_name.values(), *rest], function)
 
 
 @derived
@@ -146,17 +141,17 @@ def run(
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
     }
     if network is not None:
-        given["task_options"]["network"] = grid.value(network)
+        options["task_options"]["network"] = grid.value(network)
     for key, value in settings.items():
         if key not in SET_FLAGS:
-            given[key] = grid.value(value) if isinstance(value, str) else value
+            options[key] = grid.value(value) if isinstance(value, str) else value
     chosen = None if suite is None else suites.load(suite)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
-    made = runner.Runner(
+    runner_ = runner.Runner(
         results,
         data_dir,
         checkpoint_seconds,
@@ -173,30 +168,30 @@ def run(
             if adopted := chosen.adopt(path):
                 say(f"{adopted} rows of other versions of suite {chosen.name} serve as they are")
         for name in () if force else chosen.shares:
-            _say_shared(made, chosen, name, given)
+            _say_shared(runner_, chosen, name, options)
     if chosen is None or not chosen.tunes:
-        configs = grid.expand(given, config) if chosen is None else chosen.configs(given)
-        made.all(configs, json=json)
+        configs = grid.expand(options, config) if chosen is None else chosen.configs(options)
+        runner_.all(configs, json=json)
     else:
         if rank.by_torchrun():
             raise UsageError(
                 f"suite {chosen.name!r} chooses settings by trials, which only the process of "
                 "worker 0 knows: run it without torchrun (--engine spawn has real processes)"
             )
-        points = chosen.points(given)
-        made.after = sum(point.config.steps for point in points)
-        made.work(chosen.runs(given), len(points), json=json, tuned=True)
+        points = chosen.points(options)
+        runner_.after = sum(point.config.steps for point in points)
+        runner_.work(chosen.runs(options), len(points), json=json, tuned=True)
     if suite is not None and rank.leads():
         places = shlex.join(map(str, rows or [results]))
         say(f"as the suite's table: gcbench compare {places} --suite {suite}")
 
 
-def _say_shared(made: Runner, suite: Suite, other: str, given: Mapping[str, Any]) -> None:
+def _say_shared(runner: Runner, suite: Suite, other: str, options: Mapping[str, Any]) -> None:
     """Say which runs of a suite another one's rows have, if these were not given."""
     from gcbench.training import suites
 
     path = suites.ROWS / f"{other}.parquet"
-    twice = made.stored_elsewhere(suite.runs(given), path)
+    twice = runner.stored_elsewhere(suite.runs(options), path)
     steps = sum(config.steps for config in twice)
     if twice:
         say(

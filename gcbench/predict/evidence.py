@@ -58,11 +58,11 @@ def _times_text(factor: float) -> str:
 class Evidence:
     """One row that counts as evidence."""
 
-    row: compare.Row
+    row: compare.ComparisonRow
     suite: str
     """The suite for which its runs were made, as name/version."""
     rate: str | None
-    """How the learning rate was chosen: see `compare.Row.rate`."""
+    """How the learning rate was chosen: see `compare.ComparisonRow.rate`."""
 
     @property
     def lost(self) -> tuple[float, float, float] | None:
@@ -241,7 +241,7 @@ def _of_suite(
         shared = [run for other, group in groups.items() if other != name for run in group]
         rates, members = _rates(suite, [*runs, *shared])
         selected += [run for run in members if run.suite != name and run.config.get("holdout")]
-    rows = compare.rows(selected, own=TUNED_KEYS if tuned else frozenset())
+    rows = compare.rows(selected, choices=TUNED_KEYS if tuned else frozenset())
     still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
     plain_open = any(row.method in still_open for row in rows if row.is_baseline)
     for row in rows:
@@ -267,5 +267,5 @@ def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | No
     except UsageError:
         return {}, []
     tuned = TUNED_KEYS if suite.tune is not None else frozenset()
-    rows = beside.rows(compare.rows(beside.runs, own=tuned), every=True)
+    rows = beside.rows(compare.rows(beside.runs, choices=tuned), every=True)
     return {row.runs[0].method: row.rate for row in rows}, beside.runs

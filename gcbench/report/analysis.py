@@ -1,9 +1,9 @@
-"""What an analysis leaves: tables with their provenance, on disk as JSON and Parquet, and as text.
+"""The result of an analysis: tables with provenance, stored as JSON and Parquet, or as text.
 
-A folder `results/analyses/<kind>-<hash of the settings>/` holds `analysis.json` (everything but the
-rows), and for each table `<table>.json` and `<table>.parquet`: tidy rows, one observation a row, in
-plain units (seconds, bytes, fractions). Long work leaves `ledger.jsonl` while it goes on. One file
-may hold it all, as `--json` prints it, with some tables left out.
+A folder `results/analyses/<kind>-<hash of the settings>/` holds `analysis.json` (everything except
+rows), and for each table `<table>.json` and `<table>.parquet`: tidy rows, one observation each, in
+plain units (seconds, bytes, fractions). Unfinished work is in `ledger.jsonl`. `--json` prints all
+of it as one document, which may leave tables out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import io
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,18 @@ from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.core.writing import explained, open_own, write_atomically
 from gcbench.report import glossary
-from gcbench.report.rendering import Column, block, csv_text, number, sentence, where
+from gcbench.report.rendering import (
+    LINES,
+    Column,
+    block,
+    counted,
+    csv_text,
+    cut_lines,
+    fitted,
+    number,
+    sentence,
+    where,
+)
 from gcbench.results import sanitize
 from gcbench.training import configuration
 
@@ -36,7 +48,7 @@ FORMATS = ("table", "markdown", "csv", "json", "latex")
 HEAD = "analysis.json"
 LEDGER = "ledger.jsonl"
 PACKAGES = ("gcbench", "compressors", "tasks")
-"""What the digest of the code is taken of."""
+"""Packages in the digest of the code."""
 MADE = "made"
 """The key of the ledger's first line."""
 
@@ -45,7 +57,7 @@ Row = dict[str, Value]
 
 
 class MissingTableError(GcbenchError):
-    """The file of an analysis leaves out a table that is needed."""
+    """The file of an analysis does not contain a required table."""
 
 
 class Shown(BaseModel):
@@ -62,17 +74,17 @@ class Shown(BaseModel):
 
 def shown(columns: Mapping[str, str | tuple[str, float]]) -> list[Shown]:
     """Return columns from field -> heading, or field -> (heading, factor on the values)."""
-    made = []
+    result = []
     for field, column in columns.items():
         heading, scale = (column, 1.0) if isinstance(column, str) else column
-        made.append(Shown(field=field, heading=heading, scale=scale))
-    return made
+        result.append(Shown(field=field, heading=heading, scale=scale))
+    return result
 
 
 class Table(BaseModel):
-    """Tidy rows, and how a reader sees them.
+    """Tidy rows and their presentation.
 
-    Numbers in the rows are finite, or None; what failed says so in a text field of its row.
+    Numbers in the rows are finite or None; a failure is described in a text field of its row.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -80,11 +92,11 @@ class Table(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     title: str
     shown: list[Shown] = []
-    """Columns in order. Without any, the table is not printed: pictures and programs read it."""
+    """Columns in order. A table without any is not printed; pictures and programs read it."""
     which: int = 1
-    """The first columns, which say what a row is; they are aligned to the left."""
+    """Number of first columns, which name a row and are aligned to the left."""
     by: str | None = None
-    """A field whose values each get a table of their own in the text."""
+    """A field with one printed table for each of its values."""
     brief: bool = False
     """Whether the short text shows this table, in place of the others."""
     notes: list[str] = []
@@ -99,14 +111,14 @@ class Analysis(BaseModel):
     version: int = SCHEMA
     kind: str
     settings: dict[str, Any]
-    """What decides the result; its hash is in the folder's name."""
+    """Everything that determines the result; its hash is in the folder's name."""
     command: str
-    """The command line that makes it again."""
+    """The command line that repeats it."""
     provenance: dict[str, Any]
     answer: list[str] = []
-    """Sentences that stand before all tables: what the user asked."""
+    """Sentences before all tables, which answer the user's question."""
     conclusions: list[str] = []
-    """Sentences that the numbers of this analysis support."""
+    """Sentences after the tables."""
     tables: list[Table]
     failed: bool = False
     """Whether a claim that was checked does not hold."""
@@ -150,7 +162,7 @@ class Analysis(BaseModel):
             if table.name == name:
                 return table
         raise MissingTableError(
-            f"{self.name}: the table `{name}` is left out of its file; make it again with: "
+            f"{self.name}: the table `{name}` is not in its file; repeat the analysis with: "
             f"{self.command}"
         )
 
@@ -169,19 +181,19 @@ def now() -> str:
 def code(module: ModuleType) -> str:
     """Return the first ten hex digits of the SHA-256 of this package's code and of a module's.
 
-    It is that of all Python files of gcbench, its compressors and tasks, by name and contents, and
-    of the module's file. Kernels are left out: they give the bytes of the code in Python.
+    It covers the names and contents of all Python files of gcbench, its compressors and tasks, and
+    the module's file. Kernels are left out: they give the same bytes as the Python code.
     """
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     folders = [Path(str(importlib.import_module(name).__file__)).parent for name in PACKAGES]
     files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
     for path in (*files, Path(str(module.__file__))):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:10]
+        total.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return total.hexdigest()[:10]
 
 
 def provenance() -> dict[str, Any]:
-    """Return when, where and with what an analysis is made."""
+    """Return time, commit, versions and machine of an analysis."""
     return {
         "started": now(),
         "commit": configuration.commit(),
@@ -194,21 +206,21 @@ def provenance() -> dict[str, Any]:
 
 
 class Ledger:
-    """Results of long work as they come: what an interrupted command has made is not made again.
+    """Finished parts of long work, so that a repeated command continues an interrupted one.
 
-    A record is a JSON object under a key, and a line of the file. If the process crashes, no record
-    is lost; if the machine does, those of the last seconds may be, as the file is not synced. The
-    first line tells when the work was begun, and by which code.
+    A record is a JSON object under a key, one line of the file. A crash of the process loses no
+    record; a crash of the machine may lose the last seconds, because the file is not synced. The
+    first line has the start time and the digest of the code.
     """
 
     def __init__(self, folder: Path, code: str = "") -> None:
         self.path = folder / LEDGER
-        self._found: dict[str, Any] = {}
-        self._made = {"started": now(), "code": code}
+        self._records: dict[str, Any] = {}
+        self._origin = {"started": now(), "code": code}
 
     @contextlib.contextmanager
     def open(self, *, afresh: bool = False) -> Iterator[Ledger]:
-        """Hold the ledger for this process; `afresh` forgets what is there.
+        """Lock the ledger for this process; `afresh` deletes its records.
 
         Raises:
             GcbenchError: another process has it, or the folder cannot be written.
@@ -232,36 +244,36 @@ class Ledger:
                     entry = json.loads(line)
                 except ValueError:
                     break  # cut short by a crash
-                self._found[entry["key"]] = entry["record"]
+                self._records[entry["key"]] = entry["record"]
                 whole += len(line)
             file.truncate(whole)
             self._file = file
-            if self._found:  # a ledger without its first line is of a version that wrote none
-                self._made = self._found.get(MADE, {**self._made, "code": ""})
+            if self._records:  # a ledger without its first line is of a version that wrote none
+                self._origin = self._records.get(MADE, {**self._origin, "code": ""})
             yield self
 
     @property
     def started(self) -> str:
-        """When the first process began this work, in UTC."""
-        return self._made["started"]
+        """The start time of this work, in UTC."""
+        return self._origin["started"]
 
     @property
     def code(self) -> str:
-        """The digest of the code that began it, "" if it was not told."""
-        return self._made["code"]
+        """The digest of the code that began it, "" if unknown."""
+        return self._origin["code"]
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._records
 
     def __getitem__(self, key: str) -> Any:
-        return self._found[key]
+        return self._records[key]
 
     def __setitem__(self, key: str, record: Any) -> None:
-        """Keep a record; it is in the file when this returns, or GcbenchError says why not."""
-        if MADE not in self._found:
-            self._found[MADE] = self._made
-            self._write(MADE, self._made)
-        self._found[key] = record
+        """Store a record in the file, or raise GcbenchError."""
+        if MADE not in self._records:
+            self._records[MADE] = self._origin
+            self._write(MADE, self._origin)
+        self._records[key] = record
         self._write(key, record)
 
     def _write(self, key: str, record: Any) -> None:
@@ -307,7 +319,7 @@ def _lines(rows: Sequence[Row]) -> str:
 
 
 def finished(folder: Path) -> bool:
-    """Return whether an analysis is there, and none that was begun again after it."""
+    """Return whether a folder has an analysis that no later command began to repeat."""
     begun = folder / LEDGER
     return (folder / HEAD).exists() and not (begun.exists() and begun.stat().st_size)
 
@@ -316,7 +328,7 @@ def load(folder: Path) -> Analysis:
     """Read what `save` wrote.
 
     Raises:
-        UsageError: no analysis is there.
+        UsageError: there is none.
         GcbenchError: it is damaged, or of another schema.
     """
     path = folder / HEAD
@@ -347,8 +359,8 @@ def parse(data: Mapping[str, Any], source: Path) -> Analysis:
     """
     remedy = "run its command again with --json"
     analysis = _checked(data, source, remedy)
-    for table, given in zip(analysis.tables, data["tables"], strict=True):
-        if "rows" not in given:
+    for table, item in zip(analysis.tables, data["tables"], strict=True):
+        if "rows" not in item:
             raise GcbenchError(f"{source}: the table `{table.name}` has no rows; {remedy}")
     return analysis
 
@@ -371,7 +383,7 @@ def _checked(data: Any, source: Path, remedy: str) -> Analysis:
 
 
 def cell(value: Value, scale: float = 1.0) -> str:
-    """Return a value as a reader sees it, "-" where there is none."""
+    """Return a value as text, "-" for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -384,23 +396,23 @@ def cell(value: Value, scale: float = 1.0) -> str:
 
 
 def columns(table: Table, rows: Sequence[Row]) -> list[Column]:
-    """Return the columns that show these rows of a table; those without a value are left out.
+    """Return the printed columns of these rows; columns without any value are left out.
 
     The first `table.which` columns always stay.
     """
-    made = [
+    every = [
         Column(shown.heading, [cell(row.get(shown.field), shown.scale) for row in rows])
         for shown in table.shown
     ]
     return [
         column
-        for place, column in enumerate(made)
+        for place, column in enumerate(every)
         if place < table.which or any(text != "-" for text in column.cells)
     ]
 
 
 def parts(analysis: Analysis, *, brief: bool = False) -> Iterator[tuple[Table, str, list[Row]]]:
-    """Yield the tables of the short or of the full text as (table, title, rows).
+    """Yield the printed tables of the short or of the full text as (table, title, rows).
 
     Tables without columns or rows are left out.
     """
@@ -436,7 +448,8 @@ def render(
 
     `width`, in columns, limits the format "table"; None takes the width of the terminal, or 100 if
     the output is not a terminal. CSV has the rows of the first table, in plain units. Without
-    `details` the format "table" has only the answer and the short table, if there is one.
+    `details` the format "table" has at most `rendering.LINES` lines: the answer, and the short
+    table or the beginning of the first one.
 
     Raises:
         UsageError: an unknown format.
@@ -448,16 +461,51 @@ def render(
     if format == "csv":
         return csv_text(analysis.tables[0].rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
+    if format == "table" and not details:
+        return _brief(analysis, width)
 
-    brief = not details and format == "table" and any(parts(analysis, brief=True))
     blocks = [sentence(text, format, width) for text in analysis.answer]
-    for table, title, rows in parts(analysis, brief=brief):
+    for table, title, rows in parts(analysis):
         blocks.append(block(title, columns(table, rows), table.which, format, width))
         if rows[-1] is table.rows[-1]:
             blocks += [sentence(note, format, width) for note in table.notes]
-    if brief:
-        return "\n\n".join([*blocks, "Assumptions, evidence and all tables: add --details."])
     ends = [*analysis.conclusions, where(analysis.provenance) + "."]
     if format == "table" and any(len(rows) > glossary.LONG for _, _, rows in parts(analysis)):
         ends.append(glossary.POINTER)
     return "\n\n".join([*blocks, *(sentence(end, format, width) for end in ends)])
+
+
+VERDICT = "verdict"
+"""The field of a row that says whether a claim holds."""
+
+
+def _brief(analysis: Analysis, width: int) -> str:
+    """Return the answer and one table in at most `LINES` lines, and what was left out.
+
+    Without an answer there are the counts of verdicts, or else the first conclusion. Claims that do
+    not hold come first.
+    """
+    every = [*parts(analysis)]
+    counts = Counter(row[VERDICT] for _, _, rows in every for row in rows if row.get(VERDICT))
+    verdicts = [
+        f"Verdicts: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
+    ]
+    answer = analysis.answer or (verdicts if counts else analysis.conclusions[:1])
+    blocks = [sentence(text, "table", width) for text in answer]
+    hidden = ["assumptions", "evidence"]
+    for table, title, rows in ([*parts(analysis, brief=True)] or every)[:1]:
+        if any(VERDICT in row for row in rows):
+            title = table.title
+            rows = sorted(table.rows, key=lambda row: str(row.get(VERDICT)).startswith("holds"))
+        title = sentence(title, "table", width)
+        notes = [sentence(note, "table", width) for note in table.notes if table.brief]
+        used = sum(len(text.splitlines()) + 1 for text in (*blocks, title, *notes))
+        drawn = columns(table, rows)
+        rest = sorted(drawn[table.which :], key=lambda column: column.heading != VERDICT)
+        shown = fitted(drawn[: table.which], rest, width, LINES - used - 2)
+        blocks += [title, shown.text, *notes]
+        if left := len(table.rows) - shown.rows:
+            hidden.insert(0, f"{left} of {len(table.rows)} rows")
+    hidden.append(counted(len({table.name for table, _, _ in every}), "table"))
+    blocks.append(sentence(f"Not shown: {', '.join(hidden)}. Add --details.", "table", width))
+    return cut_lines("\n\n".join(blocks))

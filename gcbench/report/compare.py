@@ -1,7 +1,7 @@
-"""Rows of a comparison: one of each configuration, with its label, its baseline and its statistics.
+"""Rows of a comparison: one per configuration, with label, baseline and statistics over seeds.
 
-`reader.load` reads runs, `rows` makes rows of them, with the statistics over seeds that
-`gcbench.stats.seeds` computes, and `gcbench.report.tables.render` prints them.
+`reader.load` reads runs, `rows` makes rows with the statistics of `gcbench.stats.seeds`, and
+`gcbench.report.tables` and `brief` print them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical, finite, text
-from gcbench.report.rendering import MB, records, sentence
+from gcbench.report.rendering import LINES, MB, records, sentence
 from gcbench.results import declared, update_rule
 from gcbench.results.reader import Run, fields
 from gcbench.results.schema import Modelled, Summary
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One configuration: all of its seeds. Bytes are per worker and step, times in seconds.
+class ComparisonRow:
+    """One configuration over its seeds. Bytes are per worker and step, times in seconds.
 
-    What stands below `metric` is of the columns that `seeds` makes and explains; None: not known.
+    Statistics are columns of `gcbench.stats.seeds`, which explains them; None means unknown.
     """
 
     method: str
-    """Short label: the compressor's name, and what tells it from the other rows."""
+    """Short label: the compressor's name, and the fields in which it differs from other rows."""
     context: Mapping[str, Any]
     """Keys of the budget that differ among the rows of the table (task, workers, ...)."""
-    own: Mapping[str, Any]
+    choices: Mapping[str, Any]
     """Keys that are the method's own choice and differ among the rows (lr, momentum, ...)."""
     runs: tuple[Run, ...]
     """By seed, ascending."""
@@ -59,7 +59,7 @@ class Row:
     sd: float | None
     half_interval: float
     examples: float | None
-    """Examples of the test set, as recorded or as the accuracies show; None where not known."""
+    """Size of the test set, recorded or derived from the accuracies; None if unknown."""
     n: int
     difference: float | None
     difference_sd: float | None
@@ -71,12 +71,12 @@ class Row:
     faster: bool
     """Whether the target was met in fewer steps than uncompressed, interval included."""
     tuned: tuple[str, ...]
-    """The keys of TUNED_KEYS in which the baseline differs, where none has equal ones."""
+    """The keys of TUNED_KEYS in which the baseline differs, if no baseline has equal ones."""
     on_front: bool
     target: float | None
-    """The metric that was asked for, if one was."""
+    """The requested metric, if any."""
     target_reached: int
-    """How many runs met it, of `target_runs` with evaluations."""
+    """Number of runs that met it, of `target_runs` with evaluations."""
     target_runs: int
     target_step: float | None
     target_payload_bytes: float | None
@@ -89,30 +89,30 @@ class Row:
     band_high: float | None
     in_band: str
     bits_up: float | None
-    """Measured bits an element that a worker hands over."""
+    """Measured bits per element that a worker sends."""
     nominal_ratio: float | None
     payload_ratio_up: float | None
     payload_ratio_down: float | None
     test_top5: float | None
     payload_bytes_step: float | None
-    """Encoded, up and down together, of the runs that ended; None where none did."""
+    """Encoded, up and down together, of finished runs; None without any."""
     wire_bytes_step: float | None
-    """Over the network."""
+    """Bytes on the network."""
     communicate_modelled_seconds: float | None
-    """Communication as modelled from a link; None where it was measured or is not known."""
+    """Communication as modelled from a link; None if measured or unknown."""
     step_seconds: float | None
     skipped_steps: int
     """Steps that were skipped for a non-finite gradient, all seeds together."""
     published: Published | None = None
-    """What a paper says of this run, where the rows are those of a suite."""
+    """The published result of this run, for rows of a suite."""
     tier: str | None = None
-    """The tier of equal bits to which a suite counts the row, by its measured bits."""
+    """The suite's tier of the row, by its measured bits."""
     rank: str | None = None
-    """The places that it may have in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
+    """Possible places in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
     beaten: bool = False
-    """Whether a row of the tier with no more payload bytes is better, by the intervals of ranks."""
-    as_published: Row | None = None
-    """The row with the settings of the method's source, where a suite's trials chose others."""
+    """Whether a row of the tier is better with no more payload bytes, by the ranks' intervals."""
+    as_published: ComparisonRow | None = None
+    """The row with the settings of the method's source, if a suite's trials chose others."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
 
@@ -126,12 +126,12 @@ class Row:
 
     @property
     def first(self) -> Summary:
-        """The summary of the first seed, for what is equal in all of them."""
+        """The summary of the first seed, for fields that all seeds share."""
         return self.runs[0].summary
 
     @property
     def place(self) -> str:
-        """The context in words, "" without one."""
+        """The context as text, "" without one."""
         return " ".join(f"{key}={text(value)}" for key, value in self.context.items())
 
     @property
@@ -141,7 +141,7 @@ class Row:
 
     @property
     def may_be_best(self) -> bool:
-        """Whether the first place of its tier is among those that it may have."""
+        """Whether the first place of its tier is among its possible places."""
         return self.rank is not None and self.rank.partition("-")[0] == "1"
 
     @property
@@ -158,19 +158,19 @@ class Row:
 
     @property
     def link(self) -> Modelled | None:
-        """The link from which communication was modelled; None where it was not."""
+        """The link from which communication was modelled; None if it was measured."""
         links = [run.summary.communicate_modelled for run in self.runs]
         modelled = self.communicate_modelled_seconds is not None
         return next(filter(None, links)) if modelled else None
 
     @property
     def beyond_published(self) -> float | None:
-        """Mean accuracy, or loss, minus the published one; None where either is not known."""
+        """Mean accuracy, or loss, minus the published one; None if either is unknown."""
         if self.published is None:
             return None
         accuracy = self.metric == "accuracy"
-        known = self.published.accuracy if accuracy else self.published.loss
-        return None if known is None or self.mean is None else self.mean - known
+        theirs = self.published.accuracy if accuracy else self.published.loss
+        return None if theirs is None or self.mean is None else self.mean - theirs
 
     @property
     def other_budget(self) -> bool:
@@ -179,17 +179,19 @@ class Row:
 
     @cached_property
     def other_rule(self) -> str:
-        """In which settings the update is not applied as the method declares; "" if it is."""
-        found = update_rule.other({**self.first.config, "compressor": self.first.compressor_name})
-        return "" if found is None else found.summary
+        """The settings in which the update differs from the method's declaration; "" if none."""
+        difference = update_rule.other(
+            {**self.first.config, "compressor": self.first.compressor_name}
+        )
+        return "" if difference is None else difference.summary
 
     @cached_property
-    def disowned(self) -> str:
-        """Why whoever made these runs says that their times are not to be quoted; "" if not."""
+    def not_quoted(self) -> str:
+        """The author's reason for not quoting these times; "" without one."""
         return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
 
     def record(self) -> dict[str, Any]:
-        """Return the row as raw numbers: fractions, bytes, seconds. None where not known."""
+        """Return the row as raw numbers: fractions, bytes, seconds. None if unknown."""
         first = self.first
         named = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "params")
         return {
@@ -198,7 +200,7 @@ class Row:
             "compressor_name": first.compressor_name,
             **{key: getattr(first, key) for key in named},
             **{key: value for key, value in self.context.items() if key not in named},
-            **dict(self.own),
+            **dict(self.choices),
             **({} if self.tier is None else {"tier": self.tier, "rank": self.rank}),
             **({} if self.rate is None else {"rate": self.rate}),
             **({"other_rule": self.other_rule} if self.other_rule else {}),
@@ -213,14 +215,14 @@ class Row:
             **{f"{phase}_seconds": seconds for phase, seconds in self.phases.items()},
             "communicate_modelled_seconds": self.communicate_modelled_seconds,
             "step_seconds": self.step_seconds,
-            "times_disowned": self.disowned or None,
+            "times_not_quoted": self.not_quoted or None,
             "skipped_steps": self.skipped_steps,
             **self._published(),
             **({} if self.as_published is None else {"as_published": self.as_published.mean}),
         }
 
     def _published(self) -> dict[str, Any]:
-        """Return what a suite adds to the record."""
+        """Return the fields that a suite adds to the record."""
         if self.published is None:
             return {}
         return {
@@ -255,7 +257,7 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class Label(NamedTuple):
-    """A name that the user gives to rows: of a method, with some settings."""
+    """The user's name for the rows of a method with some settings."""
 
     name: str
     method: str
@@ -263,19 +265,19 @@ class Label(NamedTuple):
     """Values of settings and fields as text."""
 
     @classmethod
-    def parse(cls, given: str) -> Label:
+    def parse(cls, argument: str) -> Label:
         """Return the label of NAME=METHOD[:SETTING=VALUE...]; METHOD may be a file, as ./mine.py.
 
         Raises:
             UsageError: it has another form.
         """
-        name, equals, spec = given.partition("=")
+        name, equals, spec = argument.partition("=")
         method, *pairs = spec.split(":")
         settings = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if not (name and equals and method) or len(settings) < len(pairs):
             raise UsageError(
-                f"--label {given!r}: NAME=METHOD[:SETTING=VALUE...] expected, e.g. mine=./mine.py "
-                "or lion=signsgd:memory=momentum"
+                f"--label {argument!r}: expected NAME=METHOD[:SETTING=VALUE...], such as "
+                "mine=./mine.py or lion=signsgd:memory=momentum"
             )
         return cls(name, Path(method).stem if method.endswith(".py") else method, settings)
 
@@ -283,17 +285,17 @@ class Label(NamedTuple):
         """Return whether a run is of the method and has the settings."""
         if run.summary.compressor_name != self.method:
             return False
-        known = _settings(run)
-        return all(text(known.get(key)) == value for key, value in self.settings.items())
+        settings = _settings(run)
+        return all(text(settings.get(key)) == value for key, value in self.settings.items())
 
 
-def _labels(runs: Sequence[Run], own: frozenset[str], given: Sequence[Label]) -> list[str]:
-    """Return a short label for each row, of which a run is given; equal only for equal methods."""
+def _labels(runs: Sequence[Run], choices: frozenset[str], names: Sequence[Label]) -> list[str]:
+    """Return a short label for each row, given one of its runs; equal only for equal methods."""
     configs = [run.config for run in runs]
     varying = frozenset(_varying(configs))
-    found = [next((one for one in given if one.fits(run)), None) for run in runs]
+    matches = [next((one for one in names if one.fits(run)), None) for run in runs]
     groups: dict[str, list[int]] = {}
-    for i, (run, label) in enumerate(zip(runs, found, strict=True)):
+    for i, (run, label) in enumerate(zip(runs, matches, strict=True)):
         groups.setdefault(label.name if label else run.summary.compressor_name, []).append(i)
     labels = [""] * len(runs)
     for name, group in groups.items():
@@ -306,48 +308,48 @@ def _labels(runs: Sequence[Run], own: frozenset[str], given: Sequence[Label]) ->
         )
         digests = {runs[i].sources.get("compressor") for i in group}
         for i in group:
-            run, config, label = runs[i], configs[i], found[i]
-            known = label.settings if label else {}
+            run, config, label = runs[i], configs[i], matches[i]
+            in_label = label.settings if label else {}
             shown = dict.fromkeys([*(config.get("options") or {}), *differing])
             words = [name]
             words += [
-                f"{key}={text(every[i][key])}" for key in shown if key in every[i].keys() - known
+                f"{key}={text(every[i][key])}" for key in shown if key in every[i].keys() - in_label
             ]
             if "collective" in several:
                 words.append(run.summary.collective)
-            if "memory" not in known:
+            if "memory" not in in_label:
                 words += _memory_words(config, several)
             if config.get("dense_last"):
                 words.append("dense-last")
             if config.get("dense_below"):
                 words.append(f"dense<{config['dense_below']}")
-            tags = _tags(config, varying, known)
+            tags = _tags(config, varying, in_label)
             if len(digests) > 1:
                 tags.append(f"source {run.sources.get('compressor', '')[:6]}")
             labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
     places = [
-        canonical([_budget(run), label, {key: run.config.get(key) for key in own}])
+        canonical([_budget(run), label, {key: run.config.get(key) for key in choices}])
         for run, label in zip(runs, labels, strict=True)
     ]
     count = Counter(places)
-    return [  # what the short label does not tell apart gets the long one
+    return [  # rows with equal short labels get the long ones
         label if count[place] == 1 else run.summary.compressor
         for run, label, place in zip(runs, labels, places, strict=True)
     ]
 
 
 def _tags(
-    config: Mapping[str, Any], varying: frozenset[str], known: Mapping[str, str]
+    config: Mapping[str, Any], varying: frozenset[str], shown: Mapping[str, str]
 ) -> list[str]:
-    """Return the settings that a label names in brackets; `known` are in the label already.
+    """Return the settings in the brackets of a label, without those `shown` already.
 
-    These are settings of the method that are not its defaults, and those of the place in which the
-    rows of the table differ.
+    These are the method's settings with other values than its defaults, and settings of the place
+    that differ among the rows.
     """
     bare, pairs = [], []
     for key, role in DECLARED.roles.items():
         value = config.get(key)
-        if key in known or key in _IN_WORDS:
+        if key in shown or key in _IN_WORDS:
             continue
         if role == "place" and key in varying:
             if key not in DECLARED.bare:
@@ -365,11 +367,11 @@ _IN_WORDS = frozenset(
         *("dense_last", "dense_below"),
     }
 )
-"""Settings of a method that are in the first part of its label."""
+"""Settings of a method in the first part of its label."""
 
 
 def _is_changed(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a setting has another value than a run with this method has by default."""
+    """Return whether a setting differs from the method's default."""
     value = config.get(key)
     method = declared.of_method(config)
     usual = DECLARED.defaults[key] if method is None else method.default(key)
@@ -377,9 +379,9 @@ def _is_changed(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[str]:
-    """Return the memory of a row, and its fields, where they are not what the method declares.
+    """Return the memory of a row and its fields, if they differ from the method's declaration.
 
-    They are shown, too, where the rows of the method differ in them.
+    They are also shown if they differ among the rows of the method.
     """
     memory, options = config.get("memory"), config.get("memory_options") or {}
     method = declared.of_method(config)
@@ -392,26 +394,26 @@ def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[st
     return words
 
 
-def _budget(run: Run, own: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings that a row shares with its baseline; `own` as for `rows`."""
-    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | own}
+def _budget(run: Run, choices: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the settings that a row shares with its baseline; `choices` as for `rows`."""
+    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | choices}
 
 
 class _Baselines:
-    """The uncompressed configurations, by the settings in which a row must agree with them."""
+    """The uncompressed configurations, by the settings that they share with their rows."""
 
     def __init__(
         self,
         firsts: Sequence[Run],
         table: DataFrame,
         values: Mapping[str, Mapping[int, float]],
-        own: frozenset[str],
+        choices: frozenset[str],
         preferred: frozenset[str],
     ) -> None:
         """`firsts`: a run of each configuration; `table`: their statistics; `values`: their metric
-        by seed; `own` and `preferred` as for `rows`.
+        by seed; `choices` and `preferred` as for `rows`.
         """
-        self.values, self.own, self.preferred = values, own, preferred
+        self.values, self.choices, self.preferred = values, choices, preferred
         self.scores = dict((table["sign"] * table["mean"]).fillna(-math.inf))
         self.equal: dict[str, list[Run]] = {}
         self.near: dict[str, list[Run]] = {}
@@ -421,8 +423,10 @@ class _Baselines:
                 self.near.setdefault(self._budget(run, TUNED_KEYS), []).append(run)
 
     def _budget(self, run: Run, left: frozenset[str] = frozenset()) -> str:
-        known = _budget(run, self.own | left).items()
-        return canonical({k: float(v) if type(v) is int else v for k, v in known if v is not None})
+        settings = _budget(run, self.choices | left).items()
+        return canonical(
+            {k: float(v) if type(v) is int else v for k, v in settings if v is not None}
+        )
 
     def of(self, run: Run) -> tuple[str | None, tuple[str, ...]]:
         """Return the `none` configuration of equal budget, and the tuned keys that differ.
@@ -449,13 +453,13 @@ class _Baselines:
         if not near:
             return None, ()
         best = max(near, key=lambda other: self.scores[other.method])
-        mine, theirs = _budget(run, self.own), _budget(best, self.own)
+        mine, theirs = _budget(run, self.choices), _budget(best, self.choices)
         apart = (key for key in mine | theirs if mine.get(key) != theirs.get(key))
         return best.method, tuple(apart)
 
 
 def order(value: Any) -> tuple[int, float, str]:
-    """Return what sorts the values of a setting: numbers by size, then all else as text."""
+    """Return a sort key for the values of a setting: numbers by size, then other values as text."""
     if isinstance(value, (int, float)):
         return 0, float(value), ""
     return 1, 0.0, canonical(value)
@@ -473,13 +477,13 @@ def fp32_target(runs: Sequence[Run]) -> float:
         if curve := run.evaluations():
             accuracy = curve[-1].get(f"{run.judged_by}_accuracy")
             last.append(curve[-1].get(f"{run.judged_by}_loss") if accuracy is None else accuracy)
-    known = [value for value in last if value is not None]
-    if not known or len({run.summary.task for run in runs}) > 1:
+    values = [value for value in last if value is not None]
+    if not values or len({run.summary.task for run in runs}) > 1:
         raise UsageError(
             "--target fp32: uncompressed runs (`none`) of one task expected, with their "
             "evaluations; give a number, e.g. --target 0.7, or choose a task by --where"
         )
-    return float(statistics.median(known))
+    return float(statistics.median(values))
 
 
 def level(target: str | None, runs: Sequence[Run]) -> float | None:
@@ -503,18 +507,18 @@ def level(target: str | None, runs: Sequence[Run]) -> float | None:
 def rows(
     runs: Sequence[Run],
     target: float | None = None,
-    own: frozenset[str] = frozenset(),
+    choices: frozenset[str] = frozenset(),
     labels: Sequence[Label] = (),
     preferred: frozenset[str] = frozenset(),
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Return a row for each configuration: all settings but the seed.
 
     Rows are sorted by budget, the uncompressed ones first. `target`: an accuracy (a fraction), or a
-    loss for tasks without one; rows then say what a worker had spent when it was met: on validation
-    examples where the runs held some out, else on the test split. `own`: keys of the config that
-    each method chooses for itself; they are no part of the budget. `labels`: names that the user
-    gives to rows; the first that fits counts. `preferred`: configurations, by `Run.method`, that
-    are baselines before others of equal budget.
+    loss for tasks without one; rows then contain what a worker had spent when it was met, on
+    validation examples where the runs held some out, else on the test split. `choices`: keys of the
+    config that each method chooses for itself and that do not belong to the budget. `labels`: the
+    user's names for rows; the first match counts. `preferred`: configurations, by `Run.method`,
+    that are the baseline if others have an equal budget.
 
     Raises:
         UsageError: a target that no accuracy can meet.
@@ -531,20 +535,20 @@ def rows(
     if target is not None and "accuracy" in metrics.values() and not 0 < target <= 1:
         raise UsageError(f"--target {target:g}: an accuracy in (0, 1] expected, e.g. 0.9")
     firsts = [group[0] for group in groups.values()]
-    context = sorted(_varying([_budget(run, own) for run in firsts]), key=_context_order)
+    context = sorted(_varying([_budget(run, choices) for run in firsts]), key=_context_order)
     contexts = [{key: run.config.get(key) for key in context} for run in firsts]
-    chosen = [key for key in _varying([run.config for run in firsts]) if key in own]
+    varying = [key for key in _varying([run.config for run in firsts]) if key in choices]
 
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
     values = seeds.values(per_run)
     table = seeds.per_config(per_run)
-    known = _Baselines(firsts, table, values, own, preferred)
-    baselines = [known.of(run) for run in firsts]
+    finder = _Baselines(firsts, table, values, choices, preferred)
+    baselines = [finder.of(run) for run in firsts]
     columns: dict[str, Any] = {
-        "method": _labels(firsts, own, labels),
+        "method": _labels(firsts, choices, labels),
         "metric": [metrics[run.summary.task] for run in firsts],
         "context": contexts,
-        "own": [{key: run.config.get(key) for key in chosen} for run in firsts],
+        "choices": [{key: run.config.get(key) for key in varying} for run in firsts],
         "budget": [canonical(one) for one in contexts],
         "baseline": [baseline for baseline, _ in baselines],
         "tuned": [keys for _, keys in baselines],
@@ -552,12 +556,12 @@ def rows(
     table = table.assign(**columns)
     table["on_front"] = ranks.on_front(per_run, table)
     table = seeds.against_baselines(per_run, table)
-    made = [
-        _row(groups[name], values[name], target, known)
-        for name, known in zip(groups, records(table), strict=True)
+    result = [
+        _row(groups[name], values[name], target, statistics_of)
+        for name, statistics_of in zip(groups, records(table), strict=True)
     ]
     return sorted(
-        made,
+        result,
         key=lambda row: (
             [order(value) for value in row.context.values()],
             not row.is_baseline,
@@ -570,27 +574,31 @@ def _row(
     runs: Sequence[Run],
     values: Mapping[int, float],
     target: float | None,
-    known: Mapping[str, Any],
-) -> Row:
-    """Return the row of these runs; `known` are the columns of its configuration."""
+    columns: Mapping[str, Any],
+) -> ComparisonRow:
+    """Return the row of these runs; `columns` are those of its configuration."""
     phases = dict.fromkeys([*PHASES, *(name for run in runs for name in run.summary.phase_seconds)])
-    return Row(
+    return ComparisonRow(
         runs=tuple(runs),
         values=values,
         failed=tuple(run.summary.seed for run in runs if run.summary.seed not in values),
-        phases={name: known[f"phase {name}"] for name in phases},
+        phases={name: columns[f"phase {name}"] for name in phases},
         target=target,
-        **{field: known[field] for field in Row.__dataclass_fields__ if field in known},
+        **{
+            field: columns[field]
+            for field in ComparisonRow.__dataclass_fields__
+            if field in columns
+        },
     )
 
 
 def _metrics(runs: Sequence[Run]) -> dict[str, str]:
     """Return the metric of each task: "accuracy" where a run has one, else "test_loss"."""
-    made = {run.summary.task: "test_loss" for run in runs}
+    metrics = {run.summary.task: "test_loss" for run in runs}
     for run in runs:
         if (run.summary.test_accuracy, run.summary.validation_accuracy) != (None, None):
-            made[run.summary.task] = "accuracy"
-    return made
+            metrics[run.summary.task] = "accuracy"
+    return metrics
 
 
 def _context_order(key: str) -> tuple[int, str]:
@@ -601,7 +609,7 @@ def _context_order(key: str) -> tuple[int, str]:
 # ---- tiers and ranks ----------------------------------------------------------------------------
 
 
-def ranked(rows: Sequence[Row]) -> list[Row]:
+def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows with their places in their tier and budget, and whether one beats them.
 
     See `ranks.places` and `ranks.pairwise`.
@@ -612,7 +620,7 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
     for i, row in enumerate(rows):
         if row.tier is not None:
             groups.setdefault(canonical([row.tier, row.context]), []).append(i)
-    made = list(rows)
+    ranked_rows = list(rows)
     for members in groups.values():
         values = pd.DataFrame({i: rows[i].values for i in members})
         sign = 1 if rows[members[0]].metric == "accuracy" else -1
@@ -621,15 +629,15 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
         sizes = pd.Series({i: rows[i].payload for i in better.index})
         for i, rank in zip(members, ranks.places(values, sign, examples), strict=True):
             beaten = i in better and bool((better[i] & (sizes <= rows[i].payload)).any())
-            made[i] = replace(made[i], rank=rank, beaten=beaten)
-    return made
+            ranked_rows[i] = replace(ranked_rows[i], rank=rank, beaten=beaten)
+    return ranked_rows
 
 
 # ---- what a command asks for --------------------------------------------------------------------
 
 
 class Asked(NamedTuple):
-    """What a comparison is to show, as the command line has it."""
+    """The options of a comparison, as given on the command line."""
 
     conditions: Mapping[str, Sequence[str]]
     """Setting -> the values allowed."""
@@ -640,16 +648,19 @@ class Asked(NamedTuple):
     columns: Sequence[str] = ()
     width: str = ""
     labels: Sequence[Label] = ()
+    details: bool = False
+    lines: int = LINES
+    """Of a table without `details`."""
 
 
 def chosen(
     runs: Sequence[Run],
     asked: Asked,
-    own: frozenset[str] = frozenset(),
-    complete: Callable[[list[Row]], list[Row]] = list,
+    choices: frozenset[str] = frozenset(),
+    complete: Callable[[list[ComparisonRow]], list[ComparisonRow]] = list,
     preferred: frozenset[str] = frozenset(),
-) -> list[Row]:
-    """Return the rows that were asked for; `own` and `preferred` as for `rows`.
+) -> list[ComparisonRow]:
+    """Return the requested rows; `choices` and `preferred` as for `rows`.
 
     `complete` adds to all rows, before any is left out, what it takes all of them to know.
 
@@ -657,43 +668,45 @@ def chosen(
         UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
-    found = list(
-        filter(meets, complete(rows(runs, level(asked.target, runs), own, asked.labels, preferred)))
-    )
-    if not found:
+    every = rows(runs, level(asked.target, runs), choices, asked.labels, preferred)
+    selected = [row for row in complete(every) if meets(row.runs[0])]
+    if not selected:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
         raise UsageError(f"no row has all of {' and '.join(words)}")
-    return found
+    return selected
 
 
-def told(rows: Sequence[Row], asked: Asked, title: str = "") -> str:
+def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
     """Return the rows as text; those of a suite with tiers have a table for each.
 
-    A `title` stands above tables, not in CSV or JSON.
+    A `title` stands above tables, not in CSV or JSON. Without `asked.details` a table has at most
+    `asked.lines` lines.
     """
-    from gcbench.report import tables
+    from gcbench.report import brief, tables
 
+    if asked.format == "table" and not asked.details:
+        return brief.render(rows, asked, title, tables.columns())
     tiers = asked.by is None and any(row.tier is not None for row in rows)
     layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    made = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    text = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
     if not title or asked.format in ("csv", "json"):
-        return made
-    return f"{sentence(title, asked.format, tables.columns())}\n\n{made}"
+        return text
+    return f"{sentence(title, asked.format, tables.columns())}\n\n{text}"
 
 
 # ---- filters and groups --------------------------------------------------------------------------
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Return what a run can be chosen by: its config, and the fields of its method and task."""
+    """Return the settings for conditions: config, and the fields of method and task."""
     nested = ("options", "task_options", "memory_options")
-    own = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
+    options = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
     config = {key: value for key, value in run.config.items() if key not in nested}
-    known = own | fields(run.summary) | config
-    return known | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
+    settings = options | fields(run.summary) | config
+    return settings | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
 
 
-def _known(key: str, runs: Sequence[Run]) -> None:
+def _check_setting(key: str, runs: Sequence[Run]) -> None:
     keys = {key for run in runs for key in _settings(run)}
     if key not in keys:
         raise unknown("setting", key, keys)
@@ -701,8 +714,8 @@ def _known(key: str, runs: Sequence[Run]) -> None:
 
 def where(
     runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]
-) -> tuple[list[Run], Callable[[Row], bool]]:
-    """Return the runs to make rows of, and whether a row is to be shown.
+) -> tuple[list[Run], Callable[[Run], bool]]:
+    """Return the runs to make rows of, and whether the row of a run is to be shown.
 
     `conditions`: setting -> the values allowed, as the command line writes them. A condition on the
     seed selects runs, before means are taken. Every other one selects rows, once they are made: the
@@ -716,29 +729,29 @@ def where(
         return text(_settings(run).get(key)) in conditions[key]
 
     for key, values in conditions.items():
-        _known(key, runs)
+        _check_setting(key, runs)
         if not any(meets(run, key) for run in runs):
             present = {text(_settings(run).get(key)) for run in runs}
             raise unknown(key, ", ".join(values), present)
-    kept = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
+    selected = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
     later = [key for key in conditions if key != "seed"]
 
-    def shown(row: Row) -> bool:
-        return all(meets(row.runs[0], key) for key in later)
+    def shown(run: Run) -> bool:
+        return all(meets(run, key) for key in later)
 
-    return kept, shown
+    return selected, shown
 
 
-def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
+def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]]:
     """Return the rows by the value of a setting, as text; tiers come with the most bits first.
 
     Raises:
         UsageError: a setting that no run has.
     """
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[ComparisonRow]] = {}
     tiers = key == "tier" and any(row.tier is not None for row in rows)
     if not tiers:
-        _known(key, [row.runs[0] for row in rows])
+        _check_setting(key, [row.runs[0] for row in rows])
     for row in rows:
         value = (row.tier or "none") if tiers else text(_settings(row.runs[0]).get(key))
         groups.setdefault(value, []).append(row)
@@ -747,5 +760,5 @@ def by(rows: Sequence[Row], key: str) -> dict[str, list[Row]]:
     return groups
 
 
-def _most_bits(rows: Sequence[Row]) -> float:
+def _most_bits(rows: Sequence[ComparisonRow]) -> float:
     return max(row.bits_up or 0.0 for row in rows)

@@ -1,4 +1,4 @@
-"""What all pictures share: style, colours and markers, labels that do not overlap, and the file."""
+"""Style, colours, markers and labels of all pictures, and writing them to a file."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def check(path: Path) -> Path:
     """
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
-        raise UsageError(f"{path}: the ending says the format; allowed: {', '.join(ENDINGS)}")
+        raise UsageError(f"{path}: unknown picture format; end the name in {', '.join(ENDINGS)}")
     if not path.parent.is_dir():
-        raise UsageError(f"{path.parent} is no folder; make it, or name another file")
+        raise UsageError(f"{path.parent} is not a folder; create it, or name another file")
     return path
 
 
 def colours(count: int) -> list[Any]:
-    """Return that many different colours, from a colour-blind safe palette while it lasts.
+    """Return `count` different colours: up to ten from a colour-blind safe palette.
 
-    Beyond ten, hues around the circle, dark and light in turn; a marker tells neighbours apart.
+    Beyond ten, hues around the circle, dark and light in turn; markers distinguish neighbours.
     """
     import seaborn
 
@@ -64,7 +64,7 @@ def colours(count: int) -> list[Any]:
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return a colour of its own, a marker and a line style for each label, in order."""
+    """Return a colour, a marker and a line style for each label, in order."""
     names = list(dict.fromkeys(labels))
     return {
         label: {
@@ -151,8 +151,8 @@ def save(figure: Figure, path: Path) -> None:
 class Mark(NamedTuple):
     """A point to be labelled: where, half its error bar (data coordinates), text, colour.
 
-    `short` stands where there is no room for the text: a number, say, that a legend explains.
-    `across` is half of an error bar along the x axis.
+    `short` replaces a text without room, e.g. a number that a legend explains. `across` is half of
+    an error bar along the x axis.
     """
 
     x: float
@@ -164,7 +164,7 @@ class Mark(NamedTuple):
     across: float = 0.0
 
 
-FAR = 24  # points from a mark, beyond which a line joins it and its label
+FAR = 24  # points between a mark and its label beyond which a line joins them
 
 
 def _spots() -> list[tuple[int, int]]:
@@ -177,12 +177,12 @@ def _spots() -> list[tuple[int, int]]:
 def write_labels(
     axes: Axes, marks: Sequence[Mark], line: Sequence[tuple[float, float]] = ()
 ) -> int:
-    """Write a label near each mark: no label lies over a mark, an error bar or another label.
+    """Write a label near each mark and return how many labels overlap something.
 
-    Nor does one lie over `line`, points that a line joins (data coordinates, NaN for a gap), or
-    nearer to another mark than to its own, unless a line joins it and its mark. Where there is no
-    room near a mark for its text its `short` stands, if that fits better or nearer; the place with
-    fewest overlaps is taken where neither fits. Returns how many labels overlap something.
+    Labels avoid marks, error bars, other labels and `line` (points in data coordinates, NaN for a
+    gap). A label that is nearer to another mark than to its own is joined to it by a line. Where
+    the text does not fit near its mark, the `short` text may replace it; where neither fits, the
+    place with fewest overlaps is taken.
     """
     import numpy as np
     from matplotlib.path import Path as Trace
@@ -202,16 +202,16 @@ def write_labels(
     places = axes.transData.transform([(mark.x, mark.y) for mark in marks])
     trace = Trace(axes.transData.transform(line)) if line else None
 
-    def count(own: int, box: Any, joined: bool) -> int:
+    def count(index: int, box: Any, joined: bool) -> int:
         """Return what the label of the mark `own` would overlap in the box."""
         away = [hypot(*(np.clip(place, box.min, box.max) - place)) for place in places]
-        found: int = sum(box.overlaps(other) for other in taken)
-        found += trace is not None and bool(trace.intersects_bbox(box, filled=False))
-        return found + (not joined and away[own] > min(away))
+        overlaps: int = sum(box.overlaps(other) for other in taken)
+        overlaps += trace is not None and bool(trace.intersects_bbox(box, filled=False))
+        return overlaps + (not joined and away[index] > min(away))
 
     collisions = 0
-    for own, mark in enumerate(marks):
-        free = partial(count, own)
+    for index, mark in enumerate(marks):
+        free = partial(count, index)
         (hits, far), label, box = _place(axes, mark, mark.text, free)
         if (hits or far > FAR) and mark.short:
             shorter = _place(axes, mark, mark.short, free)

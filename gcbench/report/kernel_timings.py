@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core import files
 from gcbench.core.errors import UsageError, unknown
-from gcbench.report.rendering import Column, block, number, sentence, where
+from gcbench.report.rendering import LINES, Column, block, counted, fitted, number, sentence, where
 
 FORMATS = ("table", "markdown", "json")
 COPIED = 8
-"""Bytes an element that `copy_` of float32 moves: one read and one written."""
+"""Bytes per element that `copy_` of float32 moves: one read and one written."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -89,7 +89,7 @@ def load(path: Path) -> Timings:
             f"{path}: {error.strerror}; `make bench` in a checkout writes results/kernels.json"
         ) from None
     except (ValueError, RecursionError):
-        raise UsageError(f"{path} is no JSON; name a file that `make bench` wrote") from None
+        raise UsageError(f"{path} is not JSON; name a file that `make bench` wrote") from None
     try:
         flat = _flat(document) if "benchmarks" in document else document
         return Timings.model_validate(flat)
@@ -131,20 +131,20 @@ def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
     Raises:
         UsageError: no row is left.
     """
-    kept = list(rows)
+    selected = list(rows)
     for field, text in wanted.items():
         if text is None:
             continue
-        values = {id(row): str(getattr(row, field)) for row in kept}
+        values = {id(row): str(getattr(row, field)) for row in selected}
         left = [
             row
-            for row in kept
+            for row in selected
             if (text in values[id(row)] if field == "op" else values[id(row)].startswith(text))
         ]
         if not left:
             raise unknown(field, text, set(values.values()))
-        kept = left
-    return kept
+        selected = left
+    return selected
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
 NAMES = ("op", "backend")
 NUMBERS = ("median ms", "GB/s", "x copy_", "x eager", "% of floor", "us around")
 NOTE = (
-    "GB/s: of the float32 gradient, 4 bytes an element. x copy_: times as fast as copy_ of the "
+    "GB/s: of the float32 gradient, 4 bytes per element. x copy_: times as fast as copy_ of the "
     "same elements, timed before each round. x eager: times as fast as the same in eager torch, "
     "written as in research code. % of floor: 100 where bytes that must move (each input read and "
     "each output written once) move as fast as those of copy_; more is possible, as copy_ reads "
@@ -177,26 +177,21 @@ def _cells(row: Row, eager: float | None) -> list[str]:
 def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
     """Return title and columns of a table for each size, device and number of threads."""
     eager = {(row.op, row.where): row.seconds for row in timings.rows if row.backend == "eager"}
-    found = []
+    result = []
     for place in dict.fromkeys(row.where for row in rows):
         alike = [row for row in rows if row.where == place]
-        size, device, threads = place
-        first = alike[0]
-        title = f"{size}: {first.elements:,} elements"
-        title += f" in {first.tensors} tensors" if first.tensors > 1 else ""
-        title += f", {threads} thread{'s' * (threads > 1)}" if device == "cpu" else f", {device}"
         cells = zip(*(_cells(row, eager.get((row.op, place))) for row in alike), strict=True)
         columns = list(zip((*NAMES, *NUMBERS), map(list, cells), strict=True))
         if all(row.around_seconds is None for row in alike):
             del columns[-1]
-        found.append((title, [Column(*column) for column in columns]))
-    return found
+        result.append((_place(alike[0]), [Column(*column) for column in columns]))
+    return result
 
 
 def notes(timings: Timings) -> list[str]:
-    """Return two sentences: machine and versions, and what the columns mean."""
-    made = timings.model_dump(include={"machine", "versions", "commit"})
-    return [where({**made, "started": timings.date}) + ".", NOTE]
+    """Return two sentences: machine and versions, and the meaning of the columns."""
+    facts = timings.model_dump(include={"machine", "versions", "commit"})
+    return [where({**facts, "started": timings.date}) + ".", NOTE]
 
 
 def _json(timings: Timings, rows: Sequence[Row]) -> str:
@@ -215,13 +210,63 @@ def _json(timings: Timings, rows: Sequence[Row]) -> str:
     return begin + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}"
 
 
+OTHERS = ("eager", "reference", "torch")
+"""Backends that the short table leaves out: what the kernels are compared with."""
+
+
+def _brief(rows: Sequence[Row], width: int) -> str:
+    """Return the fastest kernel of each method's parts at the largest size, on fewest threads."""
+    place = max(rows, key=lambda row: (row.elements, -row.threads)).where
+    best: dict[str, Row] = {}
+    here = [row for row in rows if row.where == place]
+    for row in sorted(here, key=lambda row: (row.backend in OTHERS, row.seconds)):
+        best.setdefault(row.op, row)
+    names = list(dict.fromkeys(row.op for row in rows if row.op in best))
+    methods = [name.removesuffix(".encode") for name in names if name.endswith(".encode")]
+    if methods:
+        columns = [Column("method", methods)]
+        pieces = (name.partition(".") for name in names)
+        for part in dict.fromkeys(part for method, _, part in pieces if method in methods):
+            kernels = [best.get(f"{method}.{part}") for method in methods]
+            columns.append(Column(part.replace("_", "\n"), [_ratio(row) for row in kernels]))
+    else:
+        columns = [Column("op", names), Column("x copy_", [_ratio(best[name]) for name in names])]
+        columns.append(Column("median ms", [number(1e3 * best[name].seconds) for name in names]))
+    title = sentence(
+        f"Speed as a multiple of copy_ of the same float32 gradient; {_place(best[names[0]])}, "
+        "fastest backend.",
+        "table",
+        width,
+    )
+    table = fitted(columns[:1], columns[1:], width, LINES - len(title.splitlines()) - 4)
+    more = sentence(f"Not shown: the rest of {len(rows):,} rows. Add --details.", "table", width)
+    return f"{title}\n\n{table.text}\n\n{more}"
+
+
+def _ratio(row: Row | None) -> str:
+    return "-" if row is None else number(row.of_copy)
+
+
+def _place(row: Row) -> str:
+    """Return the size, device and threads of a row in words."""
+    text = f"{row.size}: {row.elements:,} elements"
+    text += f" in {row.tensors} tensors" if row.tensors > 1 else ""
+    return f"{text}, {counted(row.threads, 'thread') if row.device == 'cpu' else row.device}"
+
+
 def render(
-    timings: Timings, rows: Sequence[Row], format: str = "table", width: int | None = None
+    timings: Timings,
+    rows: Sequence[Row],
+    format: str = "table",
+    width: int | None = None,
+    *,
+    details: bool = True,
 ) -> str:
     """Return rows of `timings` as text in one of `FORMATS`, without a final line break.
 
-    `width`, in columns, bounds the format "table" alone: None takes the terminal's, or 100 where
-    the output is no terminal. Wider tables are split, and no cell is cut.
+    `width`, in columns, limits the format "table"; None takes the width of the terminal, or 100 if
+    the output is not a terminal. Wider tables are split, and no cell is cut. Without `details` the
+    format "table" has at most `rendering.LINES` lines.
 
     Raises:
         UsageError: an unknown format, or no rows.
@@ -233,6 +278,8 @@ def render(
     if format == "json":
         return _json(timings, rows)
     width = width or shutil.get_terminal_size((100, 24)).columns
+    if format == "table" and not details:
+        return _brief(rows, width)
     shown = [
         block(title, columns, len(NAMES), format, width) for title, columns in tables(timings, rows)
     ]

@@ -1,4 +1,4 @@
-"""Tables of what there is: compressors, tasks, suites, backends, this machine, finished runs."""
+"""Lists of compressors, memories, tasks, suites and backends; this machine; finished runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from gcbench import ops
 from gcbench.core import output, registry
 from gcbench.core.errors import GcbenchError
 from gcbench.report import glossary
+from gcbench.report.rendering import LINES, Column, counted, fitted, sentence, terminal
 from gcbench.results.settings import DEFAULTS
 from gcbench.training import configuration
 
@@ -44,7 +45,7 @@ def _broken(entry: registry.Entry, error: GcbenchError) -> Row:
 
 
 def compressors() -> list[Row]:
-    """Return one row a registered compressor; `measured_bits` is what four workers really send."""
+    """Return one row per compressor; `measured_bits` is what four workers really send."""
     from gcbench.report import wire_bits
 
     rows = []
@@ -81,7 +82,7 @@ def compressors() -> list[Row]:
 
 
 def tasks() -> list[Row]:
-    """Return one row a registered task."""
+    """Return one row per registered task."""
     rows = []
     for entry in registry.tasks().values():
         try:
@@ -105,8 +106,23 @@ def tasks() -> list[Row]:
     return rows
 
 
+def memories() -> list[Row]:
+    """Return one row per registered memory."""
+    rows = []
+    for entry in registry.memories().values():
+        try:
+            cls = entry.load()
+        except GcbenchError as error:
+            rows.append(_broken(entry, error))
+            continue
+        fields = {name: field.default for name, field in registry.fields(cls).items()}
+        what = (cls.__doc__ or "").strip().partition("\n")[0]
+        rows.append({"name": entry.name, "source": entry.source, "what": what, "fields": fields})
+    return rows
+
+
 def suites() -> list[Row]:
-    """Return one row a suite: what it is, how many runs, how long, and how it differs."""
+    """Return one row per suite: title, runs, duration, and how it differs from its source."""
     from gcbench.training import suites as known
 
     rows = []
@@ -135,17 +151,48 @@ def suites() -> list[Row]:
 
 
 def backends() -> list[Row]:
-    """Return one row a backend."""
+    """Return one row per backend."""
     return [{"name": b.name, "available": b.available, "detail": b.detail} for b in ops.backends()]
 
 
 ROWS: Mapping[str, Callable[[], list[Row]]] = {
     "compressors": compressors,
+    "memories": memories,
     "tasks": tasks,
     "suites": suites,
     "backends": backends,
     "words": glossary.rows,
 }
+
+
+def titles(kind: str) -> list[Row]:
+    """Return the `name` and one line about each entry of a kind in `ROWS`, which is quick."""
+    from gcbench.results import suites as stored
+
+    if kind == "compressors":
+        entries = registry.compressors().values()
+        return [
+            {"name": e.name, "what": _first_line(registry.compressor_class, e)} for e in entries
+        ]
+    if kind == "tasks":
+        entries = registry.tasks().values()
+        return [{"name": e.name, "what": _first_line(registry.task_class, e)} for e in entries]
+    if kind == "suites":
+        return [{"name": n, "what": stored.head(n)["title"]} for n in stored.names()]
+    if kind == "backends":
+        state = ("missing", "available")
+        return [
+            {"name": b["name"], "what": f"{state[b['available']]}: {b['detail']}"}
+            for b in backends()
+        ]
+    return [{"name": row["name"], "what": row["what"]} for row in ROWS[kind]()]
+
+
+def _first_line(load: Callable[[str], type[Any]], entry: registry.Entry) -> str:
+    try:
+        return _card(load(entry.name))
+    except GcbenchError as error:
+        return f"does not load: {error}"
 
 
 def info() -> Row:
@@ -222,8 +269,8 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     width = shutil.get_terminal_size((100, 24)).columns
     for row in rows:
         rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
-        told = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
-        output.emit(textwrap.fill(told, width, break_long_words=False, break_on_hyphens=False))
+        heading = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
+        output.emit(textwrap.fill(heading, width, break_long_words=False, break_on_hyphens=False))
         for key, value in rest.items():
             line = f"{key.replace('_', ' ')}: {_cell(value)}"
             indent = "    "
@@ -239,102 +286,104 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of short cells as a table on stdout, or as blocks where that is too wide."""
+def show_titles(kind: str, rows: Sequence[Row]) -> None:
+    """Print `titles` on stdout, a line each, or the names alone where they are many."""
+    width = _width()
+    more = f"Everything about each: gcbench list {kind} --details."
+    if len(rows) <= LINES - 2:
+        longest = max((len(row["name"]) for row in rows), default=0)
+        for row in rows:
+            line = f"{row['name']:<{longest}}  {row['what']}"
+            output.emit(line if len(line) <= width else f"{line[: width - 1].rstrip()}…")
+    else:
+        output.emit(sentence(", ".join(row["name"] for row in rows), "table", width))
+    output.emit("\n" + sentence(more, "table", width))
+
+
+def _width() -> int:
     import shutil
 
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    return shutil.get_terminal_size((100, 24)).columns
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in rows[0]:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row.values()))
-    width = shutil.get_terminal_size((100, 24)).columns
-    if Console(width=1000).measure(table).maximum <= width:
-        Console(file=output.stream(), width=width).print(table)
-    else:
-        show(rows)
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
+    return [Column(key, [_cell(row[key]) for row in rows]) for key in rows[0]]
 
 
 def show_runs(done: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of finished runs, given their summaries."""
-    show_table(summaries(done))
+    """Print a short table of finished runs, given their summaries, on stdout."""
+    columns = _table(summaries(done))
+    table = fitted(columns[:1], columns[1:], _width(), LINES - 2)
+    output.emit(table.text)
+    if left := len(done) - table.rows:
+        output.emit(f"... and {counted(left, 'run')} more")
 
 
 def show_verdicts(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the checks of one configuration, as `gcbench verify` found them, on stdout."""
-    import shutil
-
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    styles = {"holds": "green", "fails": "bold red", "not declared": "dim"}
-    title = Text(rows[0]["configuration"], "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for column in ("check", "measured", "bound", "verdict", "note"):
-        table.add_column(column)
-    for row in rows:
-        cells = [Text(row[column]) for column in ("check", "measured", "bound")]
-        verdict = Text(row["verdict"], styles[row["verdict"]])
-        table.add_row(*cells, verdict, Text(row["note"]))
-    width = shutil.get_terminal_size((100, 24)).columns
-    Console(file=output.stream(), width=width).print(table)
+    names = ("check", "verdict", "measured", "bound", "note")
+    columns = _table([{name: row[name] for name in names} for row in rows])
+    output.emit(f"{rows[0]['configuration']}\n")
+    output.emit(terminal(columns[:1], [columns[1:4], columns[4:]], _width()) + "\n")
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of the same keys as aligned columns on stdout; numbers to the right."""
-    if not rows:
-        return
-    texts = [[*rows[0]]]
-    texts += [[f"{v:,}" if isinstance(v, int) else str(v) for v in row.values()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    right = [isinstance(value, int | float) for value in rows[0].values()]
-    for line in texts:
-        cells = zip(line, widths, right, strict=True)
-        output.emit("  ".join(f"{t:>{w}}" if r else f"{t:<{w}}" for t, w, r in cells).rstrip())
-    output.emit("")
+def _aligned(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of the same keys as a table with thousands separators."""
+    texts = [{k: f"{v:,}" if isinstance(v, int) else v for k, v in row.items()} for row in rows]
+    columns = _table(texts)
+    return terminal(columns[:1], [columns[1:]], _width())
 
 
 def show_verified(results: Sequence[Any], covered: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per configuration, every check that fails, and what the search covered.
+    """Print one line per configuration, the checks that fail, and what the search covered.
 
     `results`: the `Verified` of each configuration; `covered`: one row per function of the
-    contract. On stdout.
+    contract. On stdout, in at most `LINES` lines: first failed checks, then coverage are left out.
     """
-    _columns(
-        [
-            {
-                "configuration": result.configuration,
-                "hold": result.count("holds"),
-                "fail": result.count("fails"),
-                "not declared": result.count("not declared"),
-                "inputs": result.inputs,
-                "seconds": round(result.seconds, 1),
-            }
-            for result in results
-        ]
-    )
+    width = _width()
+    blocks = [
+        _aligned(
+            [
+                {
+                    "configuration": result.configuration,
+                    "hold": result.count("holds"),
+                    "fail": result.count("fails"),
+                    "not declared": result.count("not declared"),
+                    "inputs": result.inputs,
+                    "seconds": round(result.seconds, 1),
+                }
+                for result in results
+            ]
+        )
+    ]
+    faults = []
     for result in results:
         for row in result.rows:
             if row["verdict"] == "fails":
                 why = "; ".join(part for part in (row["measured"], row["note"]) if part)
-                output.emit(f"FAILS {result.configuration}, {row['check']}: {why}")
-    _columns([*covered])
+                text = f"FAILS {result.configuration}, {row['check']}: {why}"
+                faults.append(sentence(text, "table", width))
+    room = LINES - 2 - len(blocks[0].splitlines())
+    shown: list[str] = []
+    for fault in faults:
+        if len("\n".join([*shown, fault]).splitlines()) < room:
+            shown.append(fault)
+    if left := len(faults) - len(shown):
+        shown.append(f"... and {counted(left, 'more check')} that fail: add --details")
+    blocks += ["\n".join(shown)] if shown else []
+    coverage = _aligned(covered) if covered else ""
+    if len("\n\n".join([*blocks, coverage]).splitlines()) <= LINES + 2:
+        blocks.append(coverage)
+    output.emit("\n\n".join(filter(None, blocks)))
 
 
-def show_info(found: Row) -> None:
+def show_info(facts: Row) -> None:
     """Print what `info` found on stdout."""
     for title in ("versions", "machine", "engines"):
         output.emit(title)
-        for key, value in found[title].items():
+        for key, value in facts[title].items():
             output.emit(f"  {key:<14}{_cell(value)}")
     output.emit("backends")
-    for backend in found["backends"]:
+    for backend in facts["backends"]:
         state = "available" if backend["available"] else "missing"
         output.emit(f"  {backend['name']:<14}{state}: {backend['detail']}")

@@ -30,12 +30,12 @@ from gcbench.results.reader import Run
 TEMPLATE = "report.html.j2"
 
 
-# ---- what there is -------------------------------------------------------------------------------
+# ---- contents -------------------------------------------------------------------------------
 
 
 @dataclass
 class Found:
-    """What the page shows."""
+    """The runs, analyses and timings of a page."""
 
     runs: list[Run] = field(default_factory=list)
     analyses: dict[str, Analysis] = field(default_factory=dict)
@@ -43,69 +43,67 @@ class Found:
     timings: dict[str, Timings] = field(default_factory=dict)
     """By the title of their section."""
     labels: dict[str, str] = field(default_factory=dict)
-    """What a reader calls an analysis, by its name: its kind, or its file."""
+    """The title of each analysis, by name: its kind or its file."""
 
     faults: reader.Faults = field(default_factory=list)
     """Errors of rows and runs that could not be read, and are left out."""
 
     def add(self, analysis: Analysis, label: str | None = None) -> None:
-        """Keep an analysis; of two copies of one, that with more tables."""
+        """Add an analysis; of two copies, the one with more tables stays."""
         self.labels.setdefault(analysis.name, label or analysis.kind)
-        known = self.analyses.setdefault(analysis.name, analysis)
-        if known.provenance != analysis.provenance:
+        first = self.analyses.setdefault(analysis.name, analysis)
+        if first.provenance != analysis.provenance:
             reader.warn(
                 f"{analysis.name} found twice, made at different times: the first is shown, of "
-                f"{known.provenance.get('started')}"
+                f"{first.provenance.get('started')}"
             )
-        elif len(known.tables) < len(analysis.tables):
+        elif len(first.tables) < len(analysis.tables):
             self.analyses[analysis.name] = analysis
 
 
 def collect(places: Sequence[Path]) -> Found:
-    """Return what is found in these folders, at any depth, and in JSON files that are named.
+    """Return the contents of these folders, at any depth, and files.
 
-    Rows and runs that cannot be read are left out, their errors in `Found.faults`.
-
-    Files of rows (.parquet) are found in folders, too. A JSON file holds runs,
-    an analysis, or kernel timings.
+    Rows and runs that cannot be read are left out, with their errors in `Found.faults`. A JSON
+    file holds runs, an analysis or kernel timings.
 
     Raises:
         UsageError: a path is missing or holds something else, or nothing is found in any of them.
         GcbenchError: an analysis cannot be read, or no run can.
     """
-    found = Found()
+    contents = Found()
     holding: list[Path] = []
     for place in places:
         files.check_regular(place)
         if not place.exists():
             raise UsageError(f"{place} does not exist; name a folder of runs or analyses")
         if place.is_file():
-            holding += _file(place, found)
+            holding += _file(place, contents)
             continue
         for folder in _analyses(place):
-            found.add(measuring.load(folder))
+            contents.add(measuring.load(folder))
         if any(reader.run_folders(place)) or reader.row_files(place):
             holding.append(place)
     if holding:
         try:
-            found.runs = reader.load(holding, faults=found.faults)
+            contents.runs = reader.load(holding, faults=contents.faults)
         except UsageError:
             raise
         except GcbenchError as error:
-            found.faults.append(error)
-    if not (found.runs or found.analyses or found.timings):
-        if found.faults:
-            raise found.faults[0]
+            contents.faults.append(error)
+    if not (contents.runs or contents.analyses or contents.timings):
+        if contents.faults:
+            raise contents.faults[0]
         names = ", ".join(map(str, places))
         raise UsageError(
             f"no finished run and no analysis in {names}; make some with `gcbench run`, or with "
             "`gcbench histogram`, `bounds`, `bandwidth`, `predict` or `advise`"
         )
-    return found
+    return contents
 
 
-def _file(path: Path, found: Found) -> list[Path]:
-    """Add what a file holds; a file of runs is returned, to be read together with all others."""
+def _file(path: Path, contents: Found) -> list[Path]:
+    """Add the contents of a file, or return a file of runs, which are read together."""
     if path.suffix == ".parquet":
         return [path]
     try:
@@ -114,12 +112,12 @@ def _file(path: Path, found: Found) -> list[Path]:
         raise UsageError(f"{path} cannot be read as JSON ({error}); {_TAKEN}") from None
     keys = data.keys() if isinstance(data, dict) else set()
     if path.name == HEAD:
-        found.add(measuring.load(path.parent))
+        contents.add(measuring.load(path.parent))
     elif keys >= {"kind", "tables"}:
-        found.add(measuring.parse(data, path), path.stem)
+        contents.add(measuring.parse(data, path), path.stem)
     elif keys >= {"machine", "rows"} or "benchmarks" in keys:
         timings = kernel_timings.load(path)
-        found.timings[f"{path.stem} {measuring.digest(timings.model_dump())}"] = timings
+        contents.timings[f"{path.stem} {measuring.digest(timings.model_dump())}"] = timings
     elif "schema" in keys or (isinstance(data, list) and not (path.parent / HEAD).exists()):
         return [path]
     elif isinstance(data, list):
@@ -147,39 +145,39 @@ def _analyses(folder: Path) -> Iterator[Path]:
 
 
 def page(
-    found: Found,
+    contents: Found,
     draw: Draw,
     *,
     title: str = "gcbench report",
     target: float | None = None,
     suites: Sequence[Beside] = (),
-    said: Callable[[int, int, str], None] = lambda done, of, what: None,
+    progress: Callable[[int, int, str], None] = lambda done, of, what: None,
 ) -> str:
-    """Return the page of what was found.
+    """Return the page as HTML.
 
-    `target` is that of `compare.rows`; `suites` have a section each, too, as have those for which
-    rows say that they were made. `said` is called as (sections done, of, next one).
+    `target`: as for `compare.rows`. `suites` have a section each, as have the suites that rows
+    name. `progress` is called as (sections done, of, title of the next one).
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    chosen = list(sections.compared(found.runs, target, suites))
-    short = sections.too_short(found.runs)
+    chosen = list(sections.compared(contents.runs, target, suites))
+    short = sections.too_short(contents.runs)
     parts: dict[str, Callable[[], Section]] = {}
     for one in chosen:
         parts[one.title] = partial(sections.accuracy, one)
-    for name, analysis in sorted(found.analyses.items()):
-        parts[name] = partial(sections.analysed, draw, found.labels[name], analysis)
+    for name, analysis in sorted(contents.analyses.items()):
+        parts[name] = partial(sections.analysed, draw, contents.labels[name], analysis)
     for one in [*chosen, *short]:
         if sections.timed(one):
             parts[f"Times: {one.title}"] = partial(sections.times, one)
-    for name, timings in found.timings.items():
+    for name, timings in contents.timings.items():
         parts[name] = partial(sections.kernels, name, timings)
-    made = []
+    pieces = []
     for done, (name, make) in enumerate(parts.items()):
-        said(done, len(parts), name)
-        made.append(make())
-    made = summary.sections(chosen, short, made, found.analyses, found.labels) + made
-    sections.anchored(made)
+        progress(done, len(parts), name)
+        pieces.append(make())
+    pieces = summary.sections(chosen, short, pieces, contents.analyses, contents.labels) + pieces
+    sections.anchored(pieces)
     environment = Environment(
         loader=PackageLoader("gcbench.report", "templates"),
         autoescape=True,
@@ -190,13 +188,13 @@ def page(
     tiers = {row.tier: None for one in chosen for row in one.rows if row.tier is not None}
     return environment.get_template(TEMPLATE).render(
         title=title,
-        parts={kind: [one for one in made if one.kind == kind] for kind in sections.KINDS},
+        parts={kind: [one for one in pieces if one.kind == kind] for kind in sections.KINDS},
         tasks=sorted({one.task for one in chosen}),
         tiers=list(tiers),
         methods=sorted({row.first.compressor_name for one in chosen for row in one.rows}),
-        runs=len(found.runs),
-        analyses=len(found.analyses),
-        timings=sum(len(timings.rows) for timings in found.timings.values()),
+        runs=len(contents.runs),
+        analyses=len(contents.analyses),
+        timings=sum(len(timings.rows) for timings in contents.timings.values()),
         words=glossary.WORDS,
         version=__version__,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -204,7 +202,7 @@ def page(
 
 
 def check(path: Path) -> None:
-    """Refuse a path to which the page cannot be written; to be called before long work.
+    """Refuse a path to which no page can be written; call it before long work.
 
     Raises:
         UsageError: the ending is not .html, or the folder is not there.
@@ -212,7 +210,7 @@ def check(path: Path) -> None:
     if path.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"{path}: a page ends in .html")
     if not path.parent.is_dir():
-        raise UsageError(f"{path.parent} is no folder; make it, or name another file")
+        raise UsageError(f"{path.parent} is not a folder; create it, or name another file")
 
 
 def write(path: Path, text: str) -> None:

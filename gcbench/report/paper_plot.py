@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical, text
 from gcbench.report import figures
-from gcbench.report.compare import Row, order
+from gcbench.report.compare import ComparisonRow, order
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw(rows: Sequence[Row], path: Path, width: str) -> None:
+def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
     """Write accuracy against bytes to `path`: a point a row, with its 95 % interval and name.
 
     Grey is the band of the uncompressed seeds. `width`: one of `figures.WIDTHS`. Rows whose runs
@@ -32,10 +32,10 @@ def draw(rows: Sequence[Row], path: Path, width: str) -> None:
     """
     path = figures.check(path)
     budgets = [{k: v for k, v in row.context.items() if k not in TUNED_KEYS} for row in rows]
-    kinds = {(canonical(own), row.metric) for own, row in zip(budgets, rows, strict=True)}
+    kinds = {(canonical(context), row.metric) for context, row in zip(budgets, rows, strict=True)}
     if len(kinds) > 1 or len({row.first.task for row in rows}) > 1:
         raise UsageError(
-            "rows of several tasks or budgets are no one picture; choose by --where, e.g. "
+            "rows of several tasks or budgets cannot share a picture; choose with --where, e.g. "
             "--where task=digits"
         )
     drawn = [row for row in rows if row.mean is not None]
@@ -62,15 +62,15 @@ def draw(rows: Sequence[Row], path: Path, width: str) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.12)
         failed = [sanitize.label(row.method) for row in rows if row.mean is None]
-        told = f"\nfailed: {', '.join(failed)}" if failed else ""
-        axes.set_xlabel(f"payload a worker and step, up + down (MB){told}")
+        failures = f"\nfailed: {', '.join(failed)}" if failed else ""
+        axes.set_xlabel(f"payload per worker and step, up + down (MB){failures}")
         axes.set_ylabel("test accuracy (%)" if scale == 100 else "test loss")
         _labelled(figure, axes, marks)
         figures.save(figure, path)
 
 
 def _labelled(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
-    """Write names at the points; those without room get a number, explained below the picture."""
+    """Write names at the points; numbers, explained below, replace those without room."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     figures.write_labels(axes, marks)
@@ -80,8 +80,10 @@ def _labelled(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
         return
     for label in list(axes.texts):
         label.remove()
-    told = ", ".join(f"{mark.short}: {sanitize.label(mark.text)}" for mark in short)
-    axes.set_xlabel(axes.get_xlabel() + "\n" + _folded(told, 62 if axes.bbox.width < 900 else 120))
+    legend = ", ".join(f"{mark.short}: {sanitize.label(mark.text)}" for mark in short)
+    axes.set_xlabel(
+        axes.get_xlabel() + "\n" + _folded(legend, 62 if axes.bbox.width < 900 else 120)
+    )
     figure.set_layout_engine("constrained")
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
@@ -91,24 +93,23 @@ def _labelled(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
     )
 
 
-def _folded(told: str, columns: int) -> str:
+def _folded(text: str, columns: int) -> str:
     import textwrap
 
-    return "\n".join(textwrap.wrap(told, columns, break_long_words=False))
+    return "\n".join(textwrap.wrap(text, columns, break_long_words=False))
 
 
-def has_published(rows: Sequence[Row]) -> bool:
+def has_published(rows: Sequence[ComparisonRow]) -> bool:
     """Whether some row has a published accuracy beside it."""
     return any(row.published is not None and row.published.accuracy is not None for row in rows)
 
 
-def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> None:
+def draw_suite(rows: Sequence[ComparisonRow], title: str, path: Path, width: str = "") -> None:
     """Write the table or figure that a suite reproduces: ours filled, the published ones hollow.
 
     The x axis has the setting with most values, such as the number of workers. There is a panel for
     each combination of the other settings in which the entries of a method differ, and a colour for
-    each method. Ours has its 95 %
-    interval. The steps of both stand below.
+    each method. Ours have their 95 % intervals. The title has the steps of both.
 
     Raises:
         UsageError: another ending, or no row with a published accuracy.
@@ -117,20 +118,20 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
     path = figures.check(path)
     if not has_published(rows):
         raise UsageError("no row here has a published accuracy to draw beside")
-    settings = [{**row.context, **row.own} for row in rows]
+    settings = [{**row.context, **row.choices} for row in rows]
     telling = [key for key in settings[0] if _tells(rows, key)]
     counts = {key: len({canonical(one[key]) for one in settings}) for key in telling}
     across = max(telling, key=lambda key: counts[key], default="")
     others = [key for key in telling if key != across]
-    panels: dict[str, list[Row]] = {}
+    panels: dict[str, list[ComparisonRow]] = {}
     for row, one in zip(rows, settings, strict=True):
         name = ", ".join(f"{key.replace('_', ' ')} {text(one[key])}" for key in others)
         panels.setdefault(name, []).append(row)
     looks = figures.styles(row.method for row in rows)
     with figures.print_canvas(width) if width else figures.canvas(11, 5.5) as figure:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-        for axes, (name, own) in zip(grid, sorted(panels.items()), strict=True):
-            _beside(axes, own, across, looks)
+        for axes, (name, members) in zip(grid, sorted(panels.items()), strict=True):
+            _beside(axes, members, across, looks)
             axes.set_title(sanitize.label(name), loc="left", fontsize="medium")
         grid[0].set_ylabel("test accuracy (%)")
         for method, look in looks.items():
@@ -150,9 +151,11 @@ def draw_suite(rows: Sequence[Row], title: str, path: Path, width: str = "") -> 
         figures.save(figure, path)
 
 
-def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[str, Any]]) -> None:
+def _beside(
+    axes: Axes, rows: Sequence[ComparisonRow], across: str, looks: dict[str, dict[str, Any]]
+) -> None:
     """Draw the rows of a panel, methods side by side at each value of the setting `across`."""
-    values = [{**row.context, **row.own}.get(across) for row in rows]
+    values = [{**row.context, **row.choices}.get(across) for row in rows]
     places = {canonical(value): None for value in sorted(values, key=order)}
     ticks = list(places)
     for value, row in zip(values, rows, strict=True):
@@ -172,9 +175,9 @@ def _beside(axes: Axes, rows: Sequence[Row], across: str, looks: dict[str, dict[
     axes.set_xlabel(sanitize.label(across.replace("_", " ")))
 
 
-def _tells(rows: Sequence[Row], key: str) -> bool:
+def _tells(rows: Sequence[ComparisonRow], key: str) -> bool:
     """Whether a setting differs among the rows of one method."""
     values: dict[str, set[str]] = {}
     for row in rows:
-        values.setdefault(row.method, set()).add(text({**row.context, **row.own}.get(key)))
-    return any(len(found) > 1 for found in values.values())
+        values.setdefault(row.method, set()).add(text({**row.context, **row.choices}.get(key)))
+    return any(len(each) > 1 for each in values.values())

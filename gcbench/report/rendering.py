@@ -33,8 +33,8 @@ MB = 1e6
 
 def ends(values: Iterable[int]) -> str:
     """Return the least and the largest of some counts in words: "3 to 5", or "3" if all are."""
-    found = sorted(values)
-    return " to ".join(f"{value:,}" for value in dict.fromkeys((found[0], found[-1])))
+    counts = sorted(values)
+    return " to ".join(f"{value:,}" for value in dict.fromkeys((counts[0], counts[-1])))
 
 
 def number(value: float | None, scale: float = 1.0) -> str:
@@ -83,12 +83,125 @@ class _Measured(NamedTuple):
         width = max(map(cell_width, (*heading, *cells)))
         return cls(heading, cells, width, max(map(cell_width, words), default=0))
 
+    def shortened(self, width: int) -> _Measured:
+        """Return the column with its cells cut to `width` columns."""
+        cells = [_shortened(cell, width) for cell in self.cells]
+        heading = [_shortened(text, width) for text in self.heading]
+        return _Measured(heading, cells, width, width)
+
+
+LINES = 23
+"""Lines of a command's default answer: with two of messages they are 25. --details has the rest."""
+
+
+class Fitted(NamedTuple):
+    """A table cut to a number of lines and columns."""
+
+    text: str
+    rows: int
+    """How many rows are shown: the first ones."""
+
+
+def fitted(
+    which: Sequence[Column],
+    rest: Sequence[Column],
+    width: int,
+    lines: int,
+    groups: Mapping[int, str] | None = None,
+) -> Fitted:
+    """Return as much of a table as fits into `width` columns and `lines` lines.
+
+    The columns `which` are always shown; where they take more than `NAMES` % of the width, the
+    cells of the widest are shortened. Of `rest`, in order of importance, those that still fit are
+    shown. Each row is one line. `groups`: titles on lines of their own above the row with that
+    number.
+    """
+    which, rest = ([c._replace(cells=c.cells[:lines]) for c in some] for some in (which, rest))
+    fixed = [_Measured.of(column) for column in which]
+    needed = _needed([*fixed, *map(_Measured.of, rest)], len(fixed), wrap=False)
+    taken = _needed(fixed, len(fixed), wrap=False)
+    if needed > width and taken > (room := max(NAMES * width // 100, width - needed + taken)):
+        widest = max(range(len(fixed)), key=lambda place: fixed[place].width)
+        fixed[widest] = fixed[widest].shortened(max(8, fixed[widest].width - taken + room))
+    shown = fixed[:]
+    for column in rest:
+        measured = _Measured.of(column)
+        room = width - _needed(shown, len(fixed), wrap=False) - len(GAP)
+        if measured.width > room >= WORDS and any(" " in cell for cell in column.cells):
+            measured = measured.shortened(room)  # of sentences the beginning is shown
+        if measured.width <= room:
+            shown.append(measured)
+    head, body = _cells(shown, len(fixed))
+    lines -= len(head) + 1
+    texts: list[str] = []
+    rows = 0
+    for number, line in enumerate(body):
+        title = (groups or {}).get(number)
+        if len(texts) + 1 + (title is not None) > lines:
+            break
+        texts += [line] if title is None else [title, line]
+        rows += 1
+    rule = "─" * _needed(shown, len(fixed), wrap=False)
+    return Fitted("\n".join([*head, rule, *texts]), rows)
+
+
+WORDS = 12
+"""Least width of a column whose sentences are shortened in a short table."""
+NAMES = 55
+"""Percent of the width that the columns which name a row may take in a short table."""
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def cut_lines(text: str, lines: int = LINES) -> str:
+    """Return a text of at most `lines` lines: the last one stays, those before it are cut."""
+    every = text.splitlines()
+    return text if len(every) <= lines else "\n".join([*every[: lines - 1], every[-1]])
+
 
 def _needed(columns: Sequence[_Measured], which: int, wrap: bool) -> int:
     """Return the width of a table; with `wrap` the last of the `which` columns is folded."""
     fold = which - 1 if wrap else -1
     widths = [one.least if place == fold else one.width for place, one in enumerate(columns)]
     return sum(widths) + len(GAP) * (len(widths) - 1)
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return a text that takes at most `width` columns, with an ellipsis where it is cut."""
+    if cell_width(text) <= width:
+        return text
+    while cell_width(text) >= width:
+        text = text[:-1]
+    return text.rstrip() + "…"
+
+
+def _aligned(cells: Iterable[str], widths: Sequence[int], which: int) -> str:
+    """Return one line of a table; the first `which` cells are aligned to the left."""
+    padded = (
+        _padded(cell, width, place < which)
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=False))
+    )
+    return GAP.join(padded).rstrip()
+
+
+def _heads(columns: Sequence[_Measured]) -> list[list[str]]:
+    """Return the headings, each with as many lines as the tallest one."""
+    height = max(len(column.heading) for column in columns)
+    return [[""] * (height - len(column.heading)) + column.heading for column in columns]
+
+
+def _cells(columns: Sequence[_Measured], which: int) -> tuple[list[str], list[str]]:
+    """Return the lines of the headings, and one line per row."""
+    widths = [column.width for column in columns]
+    rows = zip(*(column.cells for column in columns), strict=True)
+    heads = zip(*_heads(columns), strict=True)
+    return (
+        [_aligned(cells, widths, which) for cells in heads],
+        [_aligned(cells, widths, which) for cells in rows],
+    )
 
 
 def _drawn(columns: Sequence[_Measured], which: int, width: int) -> str:
@@ -104,25 +217,21 @@ def _drawn(columns: Sequence[_Measured], which: int, width: int) -> str:
         lines = textwrap.wrap(text, widths[fold], break_long_words=False, break_on_hyphens=False)
         return lines or [""]
 
-    def line(cells: Iterable[str]) -> str:
-        padded = (
-            _padded(c, w, i < which) for i, (c, w) in enumerate(zip(cells, widths, strict=False))
-        )
-        return GAP.join(padded).rstrip()
-
-    headings = [one.heading for one in columns]
     if folds:
-        headings[fold] = [part for text in headings[fold] for part in folded(text)]
-    height = max(map(len, headings))
-    headings = [[""] * (height - len(one)) + one for one in headings]
-    lines = [line(one[i] for one in headings) for i in range(height)]
+        heading = [part for text in columns[fold].heading for part in folded(text)]
+        columns = [
+            column._replace(heading=heading) if place == fold else column
+            for place, column in enumerate(columns)
+        ]
+    lines = [_aligned(cells, widths, which) for cells in zip(*_heads(columns), strict=True)]
     lines.append("─" * (sum(widths) + len(GAP) * (len(widths) - 1)))
     for cells in zip(*(one.cells for one in columns), strict=True):
         first, *rest = folded(cells[fold]) if folds else [""]
         if folds:
             cells = (*cells[:fold], first, *cells[fold + 1 :])
-        lines.append(line(cells))
-        lines += [line("" if i != fold else more for i in range(which)) for more in rest]
+        lines.append(_aligned(cells, widths, which))
+        below = (["" if i != fold else more for i in range(which)] for more in rest)
+        lines += [_aligned(cells, widths, which) for cells in below]
     return "\n".join(lines)
 
 
@@ -253,17 +362,21 @@ def latex(
 # ---- a whole answer ------------------------------------------------------------------------------
 
 
-def where(found: Mapping[str, Any]) -> str:
+def where(provenance: Mapping[str, Any]) -> str:
     """Return the machine and the versions of an analysis' or a run's provenance in one line."""
-    machine, known = found.get("machine", {}), found.get("versions", {})
-    commit = found.get("commit")
+    machine, versions = provenance.get("machine", {}), provenance.get("versions", {})
+    commit = provenance.get("commit")
     cpu = machine.get("cpu")
     facts = [
         machine.get("gpu"),
         cpu and f"{cpu} ({machine.get('isa')}), {machine.get('cores')} cores",
-        *(f"{name} {known[name]}" for name in ("torch", "gcbench", "python") if name in known),
+        *(
+            f"{name} {versions[name]}"
+            for name in ("torch", "gcbench", "python")
+            if name in versions
+        ),
         commit and f"commit {commit[:10]}{'+' * commit.endswith('+')}",
-        str(found.get("started", ""))[:10],
+        str(provenance.get("started", ""))[:10],
     ]
     return ", ".join(fact for fact in facts if fact)
 
@@ -278,8 +391,8 @@ def sentence(text: str, format: str, width: int) -> str:
 def block(title: str, columns: Sequence[Column], which: int, format: str, width: int) -> str:
     """Return a table under its title, a line of text; the first `which` columns name a row."""
     if format == "table":
-        told = sentence(title, format, width)
-        return f"{told}\n\n{terminal(columns[:which], [columns[which:]], width)}"
+        heading = sentence(title, format, width)
+        return f"{heading}\n\n{terminal(columns[:which], [columns[which:]], width)}"
     if format == "markdown":
         return f"**{title}**\n\n{markdown(columns, which)}"
     return f"{latex(columns, which)}\n{sentence(title, format, width)}"

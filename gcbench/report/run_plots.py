@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical
 from gcbench.report import figures
-from gcbench.report.compare import Row, rows
+from gcbench.report.compare import ComparisonRow, rows
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -28,15 +28,15 @@ LEAST_POINTS = 1.0
 
 
 def _place(run: Run) -> dict[str, Any]:
-    """Return what decides in which row of panels a run is drawn."""
+    """Return the settings that assign a run to a row of panels."""
     return {key: run.config.get(key) for key in ("task", "task_options", "workers")}
 
 
-def _label(row: Row) -> str:
+def _label(row: ComparisonRow) -> str:
     return " ".join([row.method, *(f"{key}={value}" for key, value in row.context.items())])
 
 
-def _shown(row: Row) -> str:
+def _shown(row: ComparisonRow) -> str:
     return f"{_label(row)} ({len(row.failed)} failed)" if row.failed else _label(row)
 
 
@@ -58,16 +58,18 @@ def curve(run: Run, column: str) -> dict[int, float]:
     }
 
 
-def _ranked(panel: Sequence[Row]) -> list[Row]:
+def _ranked(panel: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows, the best final metric first, those without one last."""
     sign = -1 if panel[0].metric == "accuracy" else 1
     return sorted(panel, key=lambda row: math.inf if row.mean is None else sign * row.mean)
 
 
-def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> list[Mark]:
+def _quality(
+    axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]
+) -> list[Mark]:
     """Draw the final metric against payload bytes and return the marks, to be labelled.
 
-    Rows without a finished seed stand at the lower edge.
+    Rows without a finished seed are drawn at the lower edge.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -135,7 +137,7 @@ def _quality(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]
     return marks
 
 
-def _curves(axes: Axes, panel: Sequence[Row], styles: dict[str, dict[str, Any]]) -> None:
+def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]) -> None:
     """Draw the mean of the metric over steps, with the range of the seeds around it.
 
     A line stops where a seed diverged: the mean of the survivors would flatter the method.
@@ -215,7 +217,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     places: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
-    panels = [rows(part) for part in places.values()]  # labels tell apart what one panel shows
+    panels = [rows(part) for part in places.values()]  # labels are unique within a panel
     panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
@@ -231,8 +233,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             several = max(counts) > 1
             spread = f"mean ± sd, n = {ends(counts)} seeds" if several else "1 seed"
             left.set_title(sanitize.label(title) + f": {spread}", loc="left")
-            told = "training: mean and range of the seeds" if several else "training"
-            right.set_title(told, loc="left")
+            title = "training: mean and range of the seeds" if several else "training"
+            right.set_title(title, loc="left")
             labels.append((left, _quality(left, panel, styles)))
             _curves(right, panel, styles)
         if not any(right.axison for _, right in grid):  # legends alone

@@ -16,7 +16,7 @@ from gcbench.core.values import text
 from gcbench.report import analysis as measuring
 from gcbench.report import compare, kernel_timings, run_plots, suite_match, tables, tier_plot
 from gcbench.report.analysis import Analysis, MissingTableError
-from gcbench.report.compare import Row
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.kernel_timings import Timings
 from gcbench.report.rendering import Column, ends, where
 from gcbench.report.suite_match import Beside
@@ -46,11 +46,11 @@ def sort_key(cell: str) -> float | None:
 
     Two cells of equal number keep the order that they have.
     """
-    found = _NUMBER.match(cell)
-    if found is None:
+    match = _NUMBER.match(cell)
+    if match is None:
         return None
-    unit = found[2].lower() if re.match(r"\s?[kKMGT]i?B?\b", cell[found.end(1) :]) else ""
-    return float(found[1].replace(",", "")) * _UNITS[unit]
+    unit = match[2].lower() if re.match(r"\s?[kKMGT]i?B?\b", cell[match.end(1) :]) else ""
+    return float(match[1].replace(",", "")) * _UNITS[unit]
 
 
 def keys(column: Column) -> list[float | None] | None:
@@ -58,10 +58,10 @@ def keys(column: Column) -> list[float | None] | None:
 
     A column is one of numbers if some cells begin with one and no other cell has a digit.
     """
-    found = [sort_key(cell) for cell in column.cells]
-    bare = (cell for cell, key in zip(column.cells, found, strict=True) if key is None)
-    some = any(key is not None for key in found)
-    return found if some and not any(re.search(r"\d", cell) for cell in bare) else None
+    numbers = [sort_key(cell) for cell in column.cells]
+    bare = (cell for cell, key in zip(column.cells, numbers, strict=True) if key is None)
+    some = any(key is not None for key in numbers)
+    return numbers if some and not any(re.search(r"\d", cell) for cell in bare) else None
 
 
 def best(column: Column) -> str:
@@ -182,10 +182,10 @@ class Section:
         return self.commands.index(command) + 1
 
 
-def anchored(made: Iterable[Section]) -> None:
+def anchored(sections: Iterable[Section]) -> None:
     """Give each section a name for links, no two the same."""
     taken: set[str] = set()
-    for section in made:
+    for section in sections:
         name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-") or "section"
         number = 1
         section.anchor = name
@@ -199,8 +199,8 @@ def _pictures(draw: Callable[[Path], object]) -> list[str]:
     """Return the SVG pictures that `draw` writes, in the order of its files, as data URLs."""
     with tempfile.TemporaryDirectory() as scratch:
         first = Path(scratch) / "picture.svg"
-        found = draw(first)
-        paths = found if isinstance(found, list) else [first]
+        drawn = draw(first)
+        paths = drawn if isinstance(drawn, list) else [first]
         return [
             "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
             for path in paths
@@ -223,7 +223,7 @@ class Compared:
     title: str
     task: str
     runs: Sequence[Run]
-    rows: Sequence[Row]
+    rows: Sequence[ComparisonRow]
     beside: Beside | None = None
 
 
@@ -260,19 +260,19 @@ def compared(
     rest = groups.pop("", [])
     labelled = [run for group in groups.values() for run in group]
     wanted = {beside.suite.name: beside for beside in asked}
-    for name, own in groups.items():
+    for name, members in groups.items():
         if name in wanted:
             continue
         try:
             wanted[name] = suite_match.beside(suites.load(name), labelled)
         except UsageError:  # the suite has been changed since
-            rest += own
+            rest += members
     for beside in wanted.values():
-        made = beside.rows(
+        rows = beside.rows(
             compare.rows(beside.runs, target, beside.suite.choices, preferred=beside.best)
         )
         title = f"{beside.suite.name}: {beside.suite.title}"
-        yield Compared(title, _task(beside.runs[0]), beside.runs, made, beside)
+        yield Compared(title, _task(beside.runs[0]), beside.runs, rows, beside)
     for task, alike in _by_task(run for run in rest if not run.is_trial).items():
         whole = [run for run in alike if not _is_short(run)]
         if whole:
@@ -303,44 +303,48 @@ def budget(one: Compared) -> str:
     return f"{'; '.join(words)}; {ends(counts)} seed{'s' * (max(counts) > 1)} a row."
 
 
-def _commands(section: Section, row: Row) -> Iterator[int]:
+def _commands(section: Section, row: ComparisonRow) -> Iterator[int]:
     for run in row.runs:
-        known = run.summary.provenance.get("command")
-        yield section.number(str(known) if known else f"not recorded: {run.source}")
+        command = run.summary.provenance.get("command")
+        yield section.number(str(command) if command else f"not recorded: {run.source}")
 
 
 def _sheet(
-    section: Section, title: str, told: Sequence[Row], columns: Sequence[Column], which: int
+    section: Section,
+    title: str,
+    rows: Sequence[ComparisonRow],
+    columns: Sequence[Column],
+    which: int,
 ) -> Sheet:
     return Sheet(
         title,
         columns,
         which,
-        [list(_commands(section, row)) for row in told],
-        methods=[row.first.compressor_name for row in told],
-        tiers=[row.tier or "" for row in told],
-        places=[row.place for row in told],
+        [list(_commands(section, row)) for row in rows],
+        methods=[row.first.compressor_name for row in rows],
+        tiers=[row.tier or "" for row in rows],
+        places=[row.place for row in rows],
     )
 
 
 def accuracy(one: Compared) -> Section:
     """Return the section of runs that are compared: picture, and the method first in each row."""
-    constants, told = tables.constants(one.rows)
+    constants, rows = tables.constants(one.rows)
     missing = "; ".join(one.beside.unmade()) if one.beside is not None else ""
     lead = [budget(one), *filter(None, [constants and f"All rows: {constants}.", missing])]
     section = Section(one.title, "accuracy", lead, task=one.task)
-    found = tables.groups(told)
-    method = len(told[0].context)
-    which = found["which"]
-    quality = found["quality"]
-    traffic = sorted(found["traffic"], key=lambda column: column.heading != tables.PAYLOAD)
+    groups = tables.groups(rows)
+    method = len(rows[0].context)
+    which = groups["which"]
+    quality = groups["quality"]
+    traffic = sorted(groups["traffic"], key=lambda column: column.heading != tables.PAYLOAD)
     columns = [which[method], quality[0]]
     columns += [column for column in quality[1:] if column.heading == "vs none"]
     columns += [*traffic[:1], *which[:method], *which[method + 1 :]]
     columns += [column for column in quality[1:] if column.heading != "vs none"]
-    columns += [*found["target"], *traffic[1:]]
-    sheet = _sheet(section, "Accuracy and bytes", told, columns, 1)
-    sheet.notes = [note for note in tables.notes(told) if not note.startswith(_OF_TIMES)]
+    columns += [*groups["target"], *traffic[1:]]
+    sheet = _sheet(section, "Accuracy and bytes", rows, columns, 1)
+    sheet.notes = [note for note in tables.notes(rows) if not note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
     if any(row.tier is not None and row.mean is not None for row in one.rows):
         section.pictures = _pictures(lambda path: tier_plot.draw(one.rows, one.title, path))
@@ -361,17 +365,17 @@ def timed(one: Compared) -> bool:
 
 def times(one: Compared) -> Section:
     """Return the section of the times by phase."""
-    constants, told = tables.constants(one.rows)
+    constants, rows = tables.constants(one.rows)
     lead = [budget(one), *filter(None, [constants and f"All rows: {constants}."])]
     if one.rows and all(map(_is_short, one.runs)):
         lead.append(f"Less than 1/{SHORT} of the task's default steps: no accuracy is shown.")
     section = Section(f"Times: {one.title}", "timing", lead, task=one.task)
-    found = tables.groups(told)
-    method = len(told[0].context)
-    which = found["which"]
-    columns = [which[method], *which[:method], *which[method + 1 :], *found["times"]]
-    sheet = _sheet(section, "Time by phase", told, columns, len(which))
-    sheet.notes = [note for note in tables.notes(told) if note.startswith(_OF_TIMES)]
+    groups = tables.groups(rows)
+    method = len(rows[0].context)
+    which = groups["which"]
+    columns = [which[method], *which[:method], *which[method + 1 :], *groups["times"]]
+    sheet = _sheet(section, "Time by phase", rows, columns, len(which))
+    sheet.notes = [note for note in tables.notes(rows) if note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
     section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
     return section
@@ -400,11 +404,11 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
     for table, title, rows in measuring.parts(analysis):
         last = rows[-1] is table.rows[-1]
         named = measuring.columns(table, rows)
-        kept, told = tables.differing(named[table.which :])
-        columns = [*named[: table.which], *kept]
-        said = [f"Equal in all {len(rows)} rows: {'; '.join(told)}."] if told else []
-        said += table.notes if last else ()
-        sheet = Sheet(title, columns, table.which, (), said, _methods(named))
+        differing, equal = tables.differing(named[table.which :])
+        columns = [*named[: table.which], *differing]
+        notes = [f"Equal in all {len(rows)} rows: {'; '.join(equal)}."] if equal else []
+        notes += table.notes if last else ()
+        sheet = Sheet(title, columns, table.which, (), notes, _methods(named))
         section.sheets.append(sheet)
     try:
         section.pictures = _pictures(lambda path: draw(analysis, path))

@@ -10,7 +10,7 @@ from typing import Any
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
-from gcbench.report.compare import Row, ranked
+from gcbench.report.compare import ComparisonRow, ranked
 from gcbench.results.reader import Run, fields
 from gcbench.training import grid
 from gcbench.training.suites import Point, Suite, decide
@@ -33,7 +33,7 @@ class Beside:
     """The tuned runs that count, by `Run.method`: those of the alternative that trials chose, or of
     all alternatives of a method while trials are missing."""
 
-    def rows(self, rows: Sequence[Row], *, every: bool = False) -> list[Row]:
+    def rows(self, rows: Sequence[ComparisonRow], *, every: bool = False) -> list[ComparisonRow]:
         """Return the best row found for each method, with what is published, and ranks among them.
 
         Beside it is the result of the alternative that its source has. Rows that no trial chose,
@@ -45,7 +45,7 @@ class Beside:
             for row, point in zip(rows, points, strict=True)
             if point.as_published and point.tune is not None
         }
-        made = []
+        result = []
         for row, point in zip(rows, points, strict=True):
             if not every and point.tune is not None and row.runs[0].method not in self.best:
                 continue
@@ -53,7 +53,7 @@ class Beside:
             if source is not None and source is not row:
                 row = replace(row, as_published=source)
             bits = row.bits_up
-            made.append(
+            result.append(
                 replace(
                     row,
                     published=point.published,
@@ -61,10 +61,10 @@ class Beside:
                     rate=self._rate(row, point),
                 )
             )
-        return ranked(made)
+        return ranked(result)
 
-    def _rate(self, row: Row, point: Point) -> str | None:
-        """Return whether the row has the rate that the suite's rule chooses; see `Row.rate`."""
+    def _rate(self, row: ComparisonRow, point: Point) -> str | None:
+        """Return how the row's learning rate was chosen: see `ComparisonRow.rate`."""
         if point.tune is None:
             return None
         choice = point.tune.choose(self.tried[point.identity], row.runs[0].summary.steps)
@@ -92,12 +92,12 @@ class Beside:
         for key in dict.fromkeys(key for point in self.missing for key in point.settings):
             if key in grid.NESTED or not all(key in point.resolved for point in points):
                 continue
-            wanted, known = (
+            wanted, every_value = (
                 list(dict.fromkeys(text(point.resolved[key]) for point in some))
                 for some in (self.missing, points)
             )
-            if len(wanted) < len(known):
-                in_order = filter(wanted.__contains__, known)
+            if len(wanted) < len(every_value):
+                in_order = filter(wanted.__contains__, every_value)
                 words += [f"--{key.replace('_', '-')}", ",".join(in_order)]
         runs = [run for run in self.runs if run.suite.partition("/")[0] in ("", self.suite.name)]
         steps = {run.summary.steps for run in runs}
@@ -113,13 +113,13 @@ class Beside:
 def _described(points: Sequence[Point]) -> Iterator[str]:
     """Yield a line for each entry: its method, and its settings with the values of `points`."""
     for entry in dict.fromkeys(point.entry for point in points):
-        own = [point for point in points if point.entry == entry]
-        words = [own[0].config.compressor]
-        for key in own[0].settings:
+        members = [point for point in points if point.entry == entry]
+        words = [members[0].config.compressor]
+        for key in members[0].settings:
             if key in grid.NESTED:
-                words += [f"{name}={text(v)}" for name, v in own[0].settings[key].items()]
-            elif key in own[0].resolved and key != "compressor":
-                values = dict.fromkeys(text(point.resolved[key]) for point in own)
+                words += [f"{name}={text(v)}" for name, v in members[0].settings[key].items()]
+            elif key in members[0].resolved and key != "compressor":
+                values = dict.fromkeys(text(point.resolved[key]) for point in members)
                 words.append(f"{key}={','.join(values)}")
         yield " ".join(words)
 
@@ -136,9 +136,9 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
     for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
-        told = _recorded(run)
+        recorded = _recorded(run)
         for point in points.values():
-            if not _same(suite, point.resolved, told):
+            if not _same(suite, point.resolved, recorded):
                 continue
             if not run.is_trial:
                 matches.setdefault(method, []).append(point)
@@ -150,27 +150,27 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
             f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
             f"`gcbench run --suite {suite.asked}`"
         )
-    found = {}
+    matched = {}
     shared: dict[str, Point] = {}
     for method, alike in matches.items():
         # An entry with a rate of its own comes before one whose trials may choose that rate, too.
         fixed = [point for point in alike if point.tune is None]
-        found[method] = fixed[0] if fixed else alike[-1]
+        matched[method] = fixed[0] if fixed else alike[-1]
         for point in alike if fixed else ():
             if point.tune is not None and _chooses(point, tried, runs_of[method]):
                 shared[method] = point
-    made = {point.identity for point in (*found.values(), *shared.values())}
+    identities = {point.identity for point in (*matched.values(), *shared.values())}
     wanted = _wanted(points.values(), tried)
-    missing = [p for name, p in points.items() if name in wanted and name not in made]
+    missing = [p for name, p in points.items() if name in wanted and name not in identities]
     chosen = _wanted(points.values(), tried, published=False)
-    done = {point.group for point in (found | shared).values() if point.identity in chosen}
+    done = {point.group for point in (matched | shared).values() if point.identity in chosen}
     best = frozenset(
         method
-        for method, point in (found | shared).items()
+        for method, point in (matched | shared).items()
         if point.tune is not None and (point.identity in chosen or point.group not in done)
     )
-    kept = [run for run in runs if run.method in found]
-    return Beside(suite, kept, found, missing, tried, best)
+    matched_runs = [run for run in runs if run.method in matched]
+    return Beside(suite, matched_runs, matched, missing, tried, best)
 
 
 def _chooses(point: Point, tried: Mapping[str, Mapping[Trial, float]], run: Run) -> bool:
@@ -212,33 +212,33 @@ def _recorded(run: Run) -> dict[str, Any]:
 
     Rows of third parties may leave settings out.
     """
-    given = {"compressor": run.summary.compressor_name, "memory": run.config["memory"]}
-    config = {**run.recorded, **given}
+    names = {"compressor": run.summary.compressor_name, "memory": run.config["memory"]}
+    config = {**run.recorded, **names}
     usual = {
         "task_options": _defaults(registry.task_class(run.summary.task)),
         "memory_options": _defaults(registry.memory_class(config["memory"])),
     }
-    own = {key: defaults | (config.get(key) or {}) for key, defaults in usual.items()}
-    return {**config, **own, "options": fields(run.summary)}
+    nested = {key: defaults | (config.get(key) or {}) for key, defaults in usual.items()}
+    return {**config, **nested, "options": fields(run.summary)}
 
 
 def _defaults(cls: type[Any]) -> dict[str, Any]:
-    known = registry.fields(cls).items()
-    return {name: field.default for name, field in known if field.default is not MISSING}
+    fields_of = registry.fields(cls).items()
+    return {name: field.default for name, field in fields_of if field.default is not MISSING}
 
 
-def _same(suite: Suite, wanted: Mapping[str, Any], told: Mapping[str, Any]) -> bool:
+def _same(suite: Suite, wanted: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
     """Return whether a run has the settings of an entry.
 
     A setting that the run does not record must be one that the suite does not set.
     """
     for key, value in wanted.items():
         if key in grid.NESTED:
-            own = told[key]
-            if not own.keys() <= value.keys():
+            values = recorded[key]
+            if not values.keys() <= value.keys():
                 return False
-            if any(own[k] != value[k] if k in own else suite.sets(key, k) for k in value):
+            if any(values[k] != value[k] if k in values else suite.sets(key, k) for k in value):
                 return False
-        elif told[key] != value if key in told else suite.sets(key):
+        elif recorded[key] != value if key in recorded else suite.sets(key):
             return False
     return True

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from gcbench.core.values import canonical, text
 from gcbench.report import tables
 from gcbench.report.analysis import Analysis
-from gcbench.report.compare import Row
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.rendering import Column, ends, number
 from gcbench.report.sections import Compared, Section, Sheet
 from gcbench.stats.ranks import LEAST_SEEDS
@@ -21,7 +21,7 @@ SENTENCES = 2
 def sections(
     chosen: Sequence[Compared],
     short: Sequence[Compared],
-    made: Sequence[Section],
+    page: Sequence[Section],
     analyses: Mapping[str, Analysis],
     labels: Mapping[str, str],
 ) -> list[Section]:
@@ -30,26 +30,26 @@ def sections(
     `made` are the sections of the page in its order: first one for each of `chosen`, then one for
     each of `analyses`, sorted by name.
     """
-    accuracy = dict(zip(map(id, chosen), made, strict=False))
-    found = []
+    accuracy = dict(zip(map(id, chosen), page, strict=False))
+    result = []
     if chosen or short:
-        found.append(_what(chosen, short, accuracy))
+        result.append(_what(chosen, short, accuracy))
     if front := _front(chosen, accuracy):
-        found.append(front)
+        result.append(front)
     ordered = sorted(analyses.items())
-    studies = made[len(chosen) : len(chosen) + len(analyses)]
+    studies = page[len(chosen) : len(chosen) + len(analyses)]
     pays: list[tuple[str, Section | None]] = []
     others: list[tuple[str, Section | None]] = []
     for (name, analysis), section in zip(ordered, studies, strict=True):
         mine = pays if analysis.kind in PAYS else others
-        told = [*analysis.answer, *analysis.conclusions][:SENTENCES]
-        mine += [(f"{labels[name]}: {sentence}", section) for sentence in told]
+        sentences = [*analysis.answer, *analysis.conclusions][:SENTENCES]
+        mine += [(f"{labels[name]}: {sentence}", section) for sentence in sentences]
     if pays:
-        found.append(Section("What pays", "summary", items=pays))
-    own = [(sentence, accuracy[id(one)]) for one in chosen for sentence in findings(one)]
-    if own or others:
-        found.append(Section("Findings", "summary", items=[*own, *others]))
-    return found
+        result.append(Section("What pays", "summary", items=pays))
+    sentences_of = [(sentence, accuracy[id(one)]) for one in chosen for sentence in findings(one)]
+    if sentences_of or others:
+        result.append(Section("Findings", "summary", items=[*sentences_of, *others]))
+    return result
 
 
 def _what(
@@ -85,21 +85,21 @@ def _names(one: Compared) -> set[str]:
     return {row.first.compressor_name for row in one.rows}
 
 
-def front(rows: Sequence[Row]) -> list[Row]:
+def front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the front of the budget that has most rows, then most steps; most bytes first.
 
     Of rows with equal results, such as those of two engines, the first stands for all.
     """
-    budgets: dict[str, list[Row]] = {}
+    budgets: dict[str, list[ComparisonRow]] = {}
     for row in rows:
         budgets.setdefault(canonical(row.context), []).append(row)
     largest = max(budgets.values(), key=lambda alike: (len(alike), alike[0].first.steps))
-    kept: dict[tuple[object, ...], Row] = {}
+    distinct: dict[tuple[object, ...], ComparisonRow] = {}
     for row in largest if len(largest) > 1 else ():
         if row.on_front:
             result = (row.first.compressor_name, row.mean, row.payload)
-            kept.setdefault(result, row)
-    return sorted(kept.values(), key=lambda row: -row.payload)
+            distinct.setdefault(result, row)
+    return sorted(distinct.values(), key=lambda row: -row.payload)
 
 
 def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Section | None:
@@ -109,7 +109,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         return None
     rows = [row for _, row in shown]
 
-    def fewer(row: Row) -> str:
+    def fewer(row: ComparisonRow) -> str:
         bits = row.payload_ratio_up, row.payload_ratio_down
         both = [32 / ratio for ratio in bits if ratio]
         return f"{64 / sum(both):.3g}x" if len(both) == 2 else "-"
@@ -138,7 +138,7 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         methods=[row.first.compressor_name for row in rows],
         tiers=[row.tier or "" for row in rows],
         tasks=[one.task for one, _ in shown],
-        places=[f"{one.task} {told}" for (one, _), told in zip(shown, settings, strict=True)],
+        places=[f"{one.task} {place}" for (one, _), place in zip(shown, settings, strict=True)],
         links=[accuracy[id(one)] for one, _ in shown],
         folds=False,
     )
@@ -150,33 +150,33 @@ def findings(one: Compared) -> list[str]:
 
     Nothing is called worse without an interval of paired differences.
     """
-    told = []
+    sentences = []
     rivals = [row for row in one.rows if not row.is_baseline]
     failed = [row.method for row in one.rows if row.failed]
     if failed:
-        told.append(f"{one.title}: runs diverged of {', '.join(dict.fromkeys(failed))}.")
-    known = [row for row in rivals if row.interval is not None]
-    if not known:
+        sentences.append(f"{one.title}: runs diverged of {', '.join(dict.fromkeys(failed))}.")
+    paired = [row for row in rivals if row.interval is not None]
+    if not paired:
         if rivals:
-            told.append(
+            sentences.append(
                 f"{one.title}: no method has two seeds in common with `none`, so that no "
                 "difference has an interval; what is seen is what breaks."
             )
-        return told
-    least = min(row.pairs for row in known)
+        return sentences
+    least = min(row.pairs for row in paired)
     few = f" ({least} seeds: wide intervals)" if least < LEAST_SEEDS else ""
-    worse = [row for row in known if row.below_baseline]
-    told.append(
-        f"{one.title}: rows with an interval: {len(known)}; worse than `none` by it: "
-        f"{len(worse)}; better: {sum(row.above_baseline for row in known)}{few}."
+    worse = [row for row in paired if row.below_baseline]
+    sentences.append(
+        f"{one.title}: rows with an interval: {len(paired)}; worse than `none` by it: "
+        f"{len(worse)}; better: {sum(row.above_baseline for row in paired)}{few}."
     )
-    alike = [row for row in known if not row.below_baseline and not row.failed]
+    alike = [row for row in paired if not row.below_baseline and not row.failed]
     if alike:
         fewest = min(alike, key=lambda row: row.payload)
         size = number(fewest.payload)
-        told.append(
+        sentences.append(
             f"{one.title}: fewest bytes among the rows that are not worse by their interval: "
             f"{fewest.method}{f' ({fewest.place})' if fewest.place else ''}, {size} MB a step, "
             f"{tables.versus(fewest)}. Not shown to be worse is not shown to be equal."
         )
-    return told
+    return sentences

@@ -12,7 +12,7 @@ from typing import Any
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import canonical, text
 from gcbench.report import compare, glossary
-from gcbench.report.compare import Row
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.rendering import (
     MB,
     Column,
@@ -32,15 +32,15 @@ FRONT = (
     "front: no row of equal budget is better for as few payload bytes, by the paired 95 % "
     "interval, or by its value where there is one seed."
 )
-"""What the front is, in the notes of tables and in the report."""
+"""The definition of the front, in footnotes and in the report."""
 PAYLOAD = "payload\nMB/step"
 METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
 ALWAYS = (*METRICS, "vs none", PAYLOAD)
-"""Columns that are shown even where all rows are equal: they are what a table is asked for."""
+"""Columns that a table always has, even where all rows are equal."""
 
 
-def quality(row: Row, mixed: bool) -> str:
-    """Return a row's metric, mean ± sd; `mixed` marks losses among accuracies."""
+def quality(row: ComparisonRow, mixed: bool) -> str:
+    """Return a row's metric as mean ± sd; `mixed` marks losses among accuracies."""
     if row.mean is None:
         return "failed"
     prefix = "loss " if mixed and row.metric == "test_loss" else ""
@@ -52,12 +52,12 @@ def quality(row: Row, mixed: bool) -> str:
 
 
 def _decimals(loss: float) -> int:
-    """Return with how many decimals a loss has four significant digits; its row has as many."""
+    """Return the number of decimals that give a loss, and its row, four significant digits."""
     return max(0, 3 - math.floor(math.log10(abs(loss)))) if math.isfinite(loss) and loss else 3
 
 
-def versus(row: Row) -> str:
-    """Return a row's distance to the uncompressed one with its interval and marks, "-" without."""
+def versus(row: ComparisonRow) -> str:
+    """Return a row's difference from the uncompressed one, its interval and marks; else "-"."""
     if row.difference is None or row.mean is None:
         return "-"
     digits = _decimals(row.mean)
@@ -70,14 +70,14 @@ def versus(row: Row) -> str:
     return shown(row.difference) + interval + marks
 
 
-def _target(rows: Sequence[Row]) -> list[Column]:
-    """Return columns of what it took to meet the target; none where there is no target."""
+def _target(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """Return the columns about reaching the target; none without a target."""
     target = rows[0].target
     if target is None:
         return []
     name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
 
-    def met(row: Row) -> str:
+    def met(row: ComparisonRow) -> str:
         return f"{row.target_reached} of {row.target_runs}" if row.target_runs else "no curve"
 
     fields = [
@@ -90,8 +90,8 @@ def _target(rows: Sequence[Row]) -> list[Column]:
 
     measured = not _withheld(rows)
 
-    def spent(row: Row, field: str, scale: float) -> str:
-        if field == "seconds" and (row.disowned or not measured):
+    def spent(row: ComparisonRow, field: str, scale: float) -> str:
+        if field == "seconds" and (row.not_quoted or not measured):
             return "-"
         value = getattr(row, f"target_{field}")
         return "never" if value == math.inf else number(value, scale)
@@ -105,14 +105,14 @@ def _target(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _published(rows: Sequence[Row]) -> list[Column]:
-    """Return columns of what a paper says of these runs; none where they are of no suite."""
+def _published(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """Return the published numbers beside ours; none for rows outside of suites."""
     every = [row.published for row in rows]
     if not any(every):
         return []
     accuracy = rows[0].metric == "accuracy"
 
-    def beyond(row: Row) -> str:
+    def beyond(row: ComparisonRow) -> str:
         value = row.beyond_published
         if value is None:
             return "-"
@@ -143,7 +143,7 @@ def _published(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def _as_published(rows: Sequence[Row]) -> list[Column]:
+def _as_published(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return the results with the settings of each method's source, if trials chose others."""
     if all(row.as_published is None for row in rows):
         return []
@@ -154,7 +154,7 @@ def _as_published(rows: Sequence[Row]) -> list[Column]:
     return [Column("as\npublished", cells)]
 
 
-def _tiers(rows: Sequence[Row]) -> list[Column]:
+def _tiers(rows: Sequence[ComparisonRow]) -> list[Column]:
     """Return the columns of a suite with tiers; none for other rows."""
     columns = []
     if any(row.rank is not None for row in rows):
@@ -166,13 +166,13 @@ def _tiers(rows: Sequence[Row]) -> list[Column]:
     return columns
 
 
-def _resolution_note(rows: Sequence[Row]) -> str:
-    """Return a sentence on the noise of the test set that the intervals include."""
+def _resolution_note(rows: Sequence[ComparisonRow]) -> str:
+    """Return a sentence about the test set's noise, which the intervals include."""
     sizes = sorted({int(row.examples) for row in rows if row.examples})
     if not sizes:
         return (
-            "The size of the test set is not known, or the metric is a loss: intervals include the "
-            "noise between seeds alone."
+            "The metric is a loss, or the test set's size is unknown: intervals include only the "
+            "noise between seeds."
         )
     least = min(intervals.resolution(0.0, float(size)) for size in sizes[:1])
     count = ends(sizes)
@@ -182,70 +182,73 @@ def _resolution_note(rows: Sequence[Row]) -> str:
     )
 
 
-def _tier_notes(rows: Sequence[Row]) -> list[str]:
-    made = []
+def _tier_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    sentences = []
     if any(row.rank is not None for row in rows):
-        made.append(
-            "rank: the places within the tier that a method may have, by paired intervals over at "
-            "least 5 seeds, at 95 % for all pairs together, rows that are not shown among them; "
-            "those of two indistinguishable methods overlap; - too few seeds."
+        sentences.append(
+            "rank: the possible places within the tier, by paired intervals over at least 5 seeds "
+            "(95 % for all pairs together, including rows that are not shown). Indistinguishable "
+            "methods have overlapping places; -: too few seeds."
         )
     if any(row.rate in ("edge", "untuned", "open") for row in rows):
-        made.append(
-            "rate: edge: the best rate is the lowest or highest that was tried; untuned: not the "
-            "one that the suite's rule chooses; open: trials of this rule are still to be made."
+        sentences.append(
+            "rate: edge: the best rate is the lowest or highest one tried; untuned: not the rate "
+            "that the suite's rule chooses; open: trials are missing."
         )
     if above := [row.method for row in rows if row.above_baseline]:
-        made.append(
-            f"Better than uncompressed, interval included: {', '.join(above)}. Look for the reason "
-            "before believing it: a rate that suits it better, or noise that regularizes."
+        sentences.append(
+            f"Better than uncompressed, interval included: {', '.join(above)}. Look for the cause "
+            "first: a better tuned rate, or noise that regularizes."
         )
-    return made
+    return sentences
 
 
-def _published_notes(rows: Sequence[Row]) -> list[str]:
-    """Return sentences on the published numbers, those on other budgets first."""
-    known = [(row, row.published) for row in rows if row.published is not None]
-    made = []
-    shares = [row.first.steps / one.steps for row, one in known if row.other_budget]
+def _published_notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return sentences about the published numbers, first about other budgets."""
+    published = [(row, row.published) for row in rows if row.published is not None]
+    sentences = []
+    shares = [row.first.steps / one.steps for row, one in published if row.other_budget]
     if shares:
         ends = dict.fromkeys(f"{100 * share:.2g}" for share in (min(shares), max(shares)))
-        made.append(
-            f"§: trained for {' to '.join(ends)} % of the paper's steps. That difference is of the "
-            "budget and no verdict on a method; vs none is at equal budget."
+        sentences.append(
+            f"§: trained for {' to '.join(ends)} % of the paper's steps. That difference reflects "
+            "the budget, not the method; vs none is at equal budget."
         )
     if any(row.as_published is not None for row in rows):
-        made.append(
-            "as published: the result with the settings of the method's source, each at its best "
-            "rate, where trials chose others; same: they chose these."
+        sentences.append(
+            "as published: the result with the settings of the method's source at their best rate, "
+            "where trials chose other settings; same: they chose these."
         )
-    return [*made, *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in known)]
+    return [
+        *sentences,
+        *dict.fromkeys(f"published: {one.paper}. {one.differs}" for _, one in published),
+    ]
 
 
-def _times(rows: Sequence[Row]) -> list[Column]:
-    """Return the columns of the phases and of the step, in ms; "-" where they are disowned."""
+def _times(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """Return the columns of the phases and of the step, in ms; "-" where they may not be quoted."""
 
-    def shown(row: Row, phase: str) -> str:
+    def shown(row: ComparisonRow, phase: str) -> str:
         modelled = row.communicate_modelled_seconds
         if phase == "communicate" and modelled is not None:
             return f"~{number(modelled, 1e3)}"
         return number(row.phases.get(phase), 1e3)
 
     phases = dict.fromkeys(phase for row in rows for phase in row.phases)
-    made = [
+    columns = [
         Column(
             f"{'fwd+bwd' if phase == 'forward_backward' else phase}\nms",
-            ["-" if row.disowned else shown(row, phase) for row in rows],
+            ["-" if row.not_quoted else shown(row, phase) for row in rows],
             "low",
         )
         for phase in phases
     ]
-    steps = ["-" if row.disowned else number(row.step_seconds, 1e3) for row in rows]
-    return [*made, Column("step\nms", steps, "low")]
+    steps = ["-" if row.not_quoted else number(row.step_seconds, 1e3) for row in rows]
+    return [*columns, Column("step\nms", steps, "low")]
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
-    """Return the groups of columns: which row it is, quality, traffic and times."""
+def _columns(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
+    """Return the groups of columns: names, quality, traffic and times."""
     metrics = {row.metric for row in rows}
     heading = METRICS[2 if len(metrics) > 1 else rows[0].metric == "test_loss"]
     better = "" if len(metrics) > 1 else "high" if rows[0].metric == "accuracy" else "low"
@@ -257,7 +260,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
         "which": [
             *(Column(key, [text(row.context[key]) for row in rows]) for key in rows[0].context),
             Column("method", [row.method for row in rows]),
-            *(Column(key, [text(row.own[key]) for row in rows]) for key in rows[0].own),
+            *(Column(key, [text(row.choices[key]) for row in rows]) for key in rows[0].choices),
         ],
         "quality": [
             Column(heading, [quality(row, len(metrics) > 1) for row in rows], better),
@@ -292,14 +295,16 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Column]]:
     return groups
 
 
-def _withheld(rows: Sequence[Row]) -> str:
-    """Return why no times are shown: they are of several machines or versions; "" if they are not.
+def _withheld(rows: Sequence[ComparisonRow]) -> str:
+    """Return why times are left out: several machines or versions; "" if they are shown.
 
     Versions are distinguished by their commit, or by the release where the commit is not known.
     """
     for field, what in (("machine", "machines"), ("commit", "commits")):
-        known = (run.summary.provenance for row in rows if not row.disowned for run in row.runs)
-        values = [found.get(field) or found.get("versions") for found in known]
+        provenances = (
+            run.summary.provenance for row in rows if not row.not_quoted for run in row.runs
+        )
+        values = [provenance.get(field) or provenance.get("versions") for provenance in provenances]
         places = set(map(canonical, {id(value): value for value in values}.values()))
         if len(places) > 1:
             return f"Times are left out: the runs come from {len(places)} {what}."
@@ -307,146 +312,145 @@ def _withheld(rows: Sequence[Row]) -> str:
 
 
 def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
-    """Return the columns in which rows differ, and words for the others.
+    """Return the columns in which rows differ, and the others as "heading value".
 
-    Columns of nothing but "-" are left out without words; those of `ALWAYS` are kept.
+    Columns of "-" alone are dropped; those of `ALWAYS` are always among the first.
     """
-    kept, told = [], []
+    shown, equal = [], []
     for column in columns:
         several = len(column.cells) < 2 or len(set(column.cells)) > 1
         if several or column.heading in ALWAYS:
-            kept.append(column)
+            shown.append(column)
         elif column.cells[0] not in ("-", ""):
-            told.append(" ".join([*column.heading.split(), column.cells[0]]))
-    return kept, told
+            equal.append(" ".join([*column.heading.split(), column.cells[0]]))
+    return shown, equal
 
 
-def alike(rows: Sequence[Row]) -> str:
-    """Return a sentence on the columns that are left out because all rows are equal in them."""
-    found = _columns(rows)
-    columns = [*found["quality"], *found["target"], *found["traffic"]]
-    told = differing(columns)[1]
-    return f"Equal in all {len(rows)} rows: {'; '.join(told)}." if told else ""
+def alike(rows: Sequence[ComparisonRow]) -> str:
+    """Return a sentence about the columns in which all rows are equal."""
+    by_name = _columns(rows)
+    columns = [*by_name["quality"], *by_name["target"], *by_name["traffic"]]
+    equal = differing(columns)[1]
+    return f"Equal in all {len(rows)} rows: {'; '.join(equal)}." if equal else ""
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Return the sentences that a reader needs beside the numbers."""
-    made = [alike(rows)] if alike(rows) else []
-    made += [
+def notes(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return the footnotes of a table."""
+    sentences = [alike(rows)] if alike(rows) else []
+    sentences += [
         "Results are the mean ± the sample standard deviation over n seeds. vs none: the "
         "difference from the uncompressed runs of equal budget (accuracy in points), paired by "
         "seed, with its 95 % confidence interval (Student's t over seeds, and the test set's "
         "noise) where there are two pairs or more. "
         "in band: whether the mean lies between the lowest and the highest of the uncompressed "
         f"seeds. {FRONT}",
-        "Bytes are those of a worker and step, MB = 10^6 bytes. payload: encoded, up and down "
-        "together; wire: what a worker sends over the network, by this collective.",
+        "Bytes are per worker and step, MB = 10^6 bytes. payload: encoded, up and down together; "
+        "wire: sent over the network by this collective.",
     ]
-    made.append(_resolution_note(rows))
-    made += _published_notes(rows) + _tier_notes(rows)
+    sentences.append(_resolution_note(rows))
+    sentences += _published_notes(rows) + _tier_notes(rows)
     if any(row.difference is not None and not row.pairs for row in rows):
-        made.append("†: no common seeds; the difference is of the two means.")
+        sentences.append("†: no common seeds; the difference of the two means.")
     keys = sorted({key for row in rows for key in row.tuned})
     if keys:
-        made.append(
-            f"‡: the uncompressed runs differ in {', '.join(keys)}; of several the best was taken."
+        sentences.append(
+            f"‡: the uncompressed runs differ in {', '.join(keys)}; the best of them was taken."
         )
     if rows[0].target is not None:
-        made.append(
-            "Target: what a worker had spent at the first evaluation that met it, median over "
-            "seeds, a miss being infinite (never: half or more of them missed it); evaluations are "
-            "--eval-every steps apart, on validation examples where some were held out. link: "
-            "communication alone, as modelled."
+        sentences.append(
+            "Target: the cost per worker up to the first evaluation that met it, median over seeds "
+            "(never: half or more of them missed it); evaluations are --eval-every steps apart, on "
+            "validation examples where some were held out. link: modelled communication alone."
         )
     if faster := [row.method for row in rows if row.faster]:
-        made.append(
+        sentences.append(
             f"Meets the target in fewer steps than uncompressed, interval included: "
-            f"{', '.join(faster)}. Look for the reason before believing it."
+            f"{', '.join(faster)}. Look for the cause first."
         )
     if any(row.other_rule for row in rows):
-        made.append(
-            "update: with what a row applies its update, and what its method's source has: such a "
-            "row says little of the method as published."
+        sentences.append(
+            "update: differs from the method's source (ours / source); the row says little about "
+            "the published method."
         )
     if any(row.failed for row in rows):
-        made.append("failed: the run diverged; such seeds are in no mean.")
+        sentences.append("failed: the run diverged; means leave such seeds out.")
     if withheld := _withheld(rows):
-        made.append(withheld)
+        sentences.append(withheld)
     elif any(
-        not row.disowned and (row.step_seconds is not None or any(row.phases.values()))
+        not row.not_quoted and (row.step_seconds is not None or any(row.phases.values()))
         for row in rows
     ):
-        made.append(
-            "Times: of one worker, median over steps and then over seeds; step: wall clock of all "
-            "of it (in the engine simulate, of all workers in one process)."
+        sentences.append(
+            "Times: one worker, median over steps, then over seeds; step: wall clock of the whole "
+            "step (engine simulate: of all workers in one process)."
         )
     links = sorted({(m.link_gbit, m.link_latency_us) for row in rows if (m := row.link)})
-    told = rows[0].target is not None or not all(row.disowned for row in rows)
-    if links and told and not withheld:
+    has_times = rows[0].target is not None or not all(row.not_quoted for row in rows)
+    if links and has_times and not withheld:
         link = " or ".join(f"{gbit:g} Gbit/s and {latency:g} µs" for gbit, latency in links)
-        made.append(f"~: modelled from a link of {link}, not measured and not part of step.")
-    reasons = {row.disowned: None for row in rows if row.disowned}
+        sentences.append(f"~: modelled from a link of {link}; neither measured nor part of step.")
+    reasons = {row.not_quoted: None for row in rows if row.not_quoted}
     if reasons:
-        count = sum(bool(row.disowned) for row in rows)
+        count = sum(bool(row.not_quoted) for row in rows)
         which = "all" if count == len(rows) else f"{count} of {len(rows)}"
-        made.append(
-            f"Times of {which} rows are left out, as whoever made them says: {'; '.join(reasons)}."
+        sentences.append(
+            f"Times of {which} rows are left out for their author's reason: {'; '.join(reasons)}."
         )
-    return made
+    return sentences
 
 
-def sheets(rows: Sequence[Row]) -> list[list[Column]]:
-    """Return the columns of the results table and, where times are known, of the times table."""
-    found = groups(rows)
-    tables = [found["which"] + found["quality"] + found["target"] + found["traffic"]]
-    if found["times"]:
-        tables.append(found["which"] + found["times"])
+def sheets(rows: Sequence[ComparisonRow]) -> list[list[Column]]:
+    """Return the columns of the table of results and, with times, those of the table of times."""
+    shown = groups(rows)
+    tables = [shown["which"] + shown["quality"] + shown["target"] + shown["traffic"]]
+    if shown["times"]:
+        tables.append(shown["which"] + shown["times"])
     return tables
 
 
-def groups(rows: Sequence[Row]) -> dict[str, list[Column]]:
+def groups(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     """Return the groups of columns without those in which all rows are equal; see `alike`."""
-    found = _columns(rows)
+    shown = _columns(rows)
     for name in ("quality", "target", "traffic"):
-        found[name] = differing(found[name])[0]
-    found["times"] = [
-        column for column in found["times"] if any(cell != "-" for cell in column.cells)
+        shown[name] = differing(shown[name])[0]
+    shown["times"] = [
+        column for column in shown["times"] if any(cell != "-" for cell in column.cells)
     ]
-    return found
+    return shown
 
 
-def _table(rows: Sequence[Row], width: int, asked: Layout) -> str:
+def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
     """Return as few tables as fit into `width` columns."""
-    found = _laid_out(rows, asked)
-    which = found.pop("which")
-    own = which[len(rows[0].context) + 1 :]
-    if own and len({(row.place, row.method) for row in rows}) == len(rows):
-        # Without them a row is known, too: they need not stand in every table.
-        which = which[: -len(own)]
-        found = {"quality": found.pop("quality", []), "own": own, **found}
-    return terminal(which, list(filter(None, found.values())), width)
+    shown = laid_out(rows, asked)
+    which = shown.pop("which")
+    chosen = which[len(rows[0].context) + 1 :]
+    if chosen and len({(row.place, row.method) for row in rows}) == len(rows):
+        # Rows are distinct without these columns: they need not be in every table.
+        which = which[: -len(chosen)]
+        shown = {"quality": shown.pop("quality", []), "choices": chosen, **shown}
+    return terminal(which, list(filter(None, shown.values())), width)
 
 
-def _markdown(rows: Sequence[Row], asked: Layout) -> str:
-    names = len(rows[0].context) + 1 + len(rows[0].own)
+def _markdown(rows: Sequence[ComparisonRow], asked: Layout) -> str:
+    names = len(rows[0].context) + 1 + len(rows[0].choices)
     return "\n\n".join(markdown(columns, names) for columns in _chosen_sheets(rows, asked))
 
 
-def _told(said: Sequence[str], format: str, width: int) -> list[str]:
-    """Return sentences as the blocks that follow a table; none for no sentences."""
+def _footnotes(sentences: Sequence[str], format: str, width: int) -> list[str]:
+    """Return footnotes as the blocks that follow a table."""
     if format != "table":
-        return list(said)
-    filled = [textwrap.fill(note, width, break_long_words=False) for note in said]
+        return list(sentences)
+    filled = [textwrap.fill(note, width, break_long_words=False) for note in sentences]
     return ["\n".join(filled)] if filled else []
 
 
-def best_rows(rows: Sequence[Row]) -> list[int]:
-    """Return the places of the compressed rows with the best mean, and of those as good.
+def best_rows(rows: Sequence[ComparisonRow]) -> list[int]:
+    """Return the indices of the best compressed rows of each budget.
 
-    As good are rows whose mean lies in the 95 % interval of the best mean (Student's t). With a
-    single seed there is no interval, and none is as good. Each budget has its own best.
+    These are the row with the best mean and those whose mean lies in its 95 % interval (Student's
+    t), for which there must be two seeds.
     """
-    found: list[int] = []
+    best: list[int] = []
     budgets = dict.fromkeys((canonical(row.context), row.metric) for row in rows)
     for budget in budgets:
         alike = [
@@ -463,12 +467,12 @@ def best_rows(rows: Sequence[Row]) -> list[int]:
             behind = sign * ((top.mean or 0.0) - (row.mean or 0.0))
             noise = intervals.resolution(behind, top.examples or math.nan)
             if behind <= math.hypot(top.half_interval, noise) + 1e-12:
-                found.append(i)
-    return sorted(found)
+                best.append(i)
+    return sorted(best)
 
 
-def _caption(rows: Sequence[Row], shared: str) -> str:
-    """Return what a reader of a paper must know of the table, in a caption's sentences."""
+def _caption(rows: Sequence[ComparisonRow], shared: str) -> str:
+    """Return the caption of a table in a paper."""
     first = rows[0].first
     tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
     counts = [len(row.values) for row in rows]
@@ -495,18 +499,18 @@ def _caption(rows: Sequence[Row], shared: str) -> str:
     )
 
 
-def _latex(rows: Sequence[Row], asked: Layout, shared: str) -> str:
-    """Return a floating table (needs the package booktabs), one for the times, and the notes."""
-    names = len(rows[0].context) + 1 + len(rows[0].own)
+def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
+    """Return a floating table (package booktabs), one of times, and the footnotes."""
+    names = len(rows[0].context) + 1 + len(rows[0].choices)
     environment = "table*" if asked.width == "double" else "table"
-    told = " ".join(map(latex_text, notes(rows)))
-    made = []
+    footnotes = " ".join(map(latex_text, notes(rows)))
+    blocks = []
     for place, columns in enumerate(_chosen_sheets(rows, asked)):
         quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
         bold = {i: best_rows(rows) for i in quality}
         caption = "Times by phase, in ms." if place else _caption(rows, shared)
-        made.append(latex(columns, names, caption, bold, environment))
-    return "\n\n".join([*made, rf"\par\smallskip{{\footnotesize {told}\par}}"])
+        blocks.append(latex(columns, names, caption, bold, environment))
+    return "\n\n".join([*blocks, rf"\par\smallskip{{\footnotesize {footnotes}\par}}"])
 
 
 # ---- what is shown, in which order ---------------------------------------------------------------
@@ -517,14 +521,14 @@ class Layout:
     """How a table is laid out."""
 
     sort: str = ""
-    """What rows are sorted by, one of `SORTS`, the best first; "-" before it: the worst first."""
+    """One of `SORTS`: the best row comes first, or the worst with "-" before the name."""
     columns: Sequence[str] = ()
-    """Beginnings of headings; none: all in which rows differ."""
+    """Beginnings of headings; empty: all columns in which rows differ."""
     width: str = ""
     """"single" or "double": the column of a paper."""
 
 
-SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
+SORTS: dict[str, tuple[str, Callable[[ComparisonRow], Any]]] = {
     "accuracy": ("high", lambda row: row.mean if row.metric == "accuracy" else None),
     "loss": ("low", lambda row: row.mean if row.metric == "test_loss" else None),
     "difference": (
@@ -539,18 +543,18 @@ SORTS: dict[str, tuple[str, Callable[[Row], Any]]] = {
     "wire": ("low", lambda row: row.wire_bytes_step),
     "bits": ("low", lambda row: row.bits_up),
     "ratio": ("high", lambda row: row.payload_ratio_up),
-    "step": ("low", lambda row: None if row.disowned else row.step_seconds),
+    "step": ("low", lambda row: None if row.not_quoted else row.step_seconds),
     "method": ("low", lambda row: row.method),
     "target": ("low", lambda row: row.target_step),
 }
-"""What `compare --sort` takes -> which end is the best, and the value of a row."""
+"""Argument of `compare --sort` -> which end is the best, and the value of a row."""
 
 
-def in_order(rows: Sequence[Row], sort: str) -> list[Row]:
+def in_order(rows: Sequence[ComparisonRow], sort: str) -> list[ComparisonRow]:
     """Return the rows sorted, those without a value last; `sort` as in `Layout`.
 
     Raises:
-        UsageError: nothing to sort by has that name.
+        UsageError: an unknown `sort`.
     """
     if not sort:
         return list(rows)
@@ -558,19 +562,19 @@ def in_order(rows: Sequence[Row], sort: str) -> list[Row]:
     if name not in SORTS:
         raise unknown("--sort", name, SORTS)
     end, value = SORTS[name]
-    known = [row for row in rows if value(row) is not None]
+    with_value = [row for row in rows if value(row) is not None]
     falling = (end == "high") != sort.startswith("-")
     rest = [row for row in rows if value(row) is None]
-    return sorted(known, key=value, reverse=falling) + rest
+    return sorted(with_value, key=value, reverse=falling) + rest
 
 
 def _matches(column: Column, word: str) -> bool:
-    """Whether a heading begins with the word, however either is cased and broken."""
+    """Whether a heading begins with the word; case and line breaks do not count."""
     return " ".join(column.heading.lower().split()).startswith(" ".join(word.lower().split()))
 
 
 def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[str, list[Column]]:
-    """Return the columns that name a row, and those that were asked for, in that order.
+    """Return the columns that name a row, then the requested ones in their order.
 
     Raises:
         UsageError: no heading begins with a word.
@@ -585,20 +589,20 @@ def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[st
     return {"which": groups["which"], "chosen": list(unique.values())}
 
 
-def _laid_out(rows: Sequence[Row], asked: Layout) -> dict[str, list[Column]]:
-    """Return the groups of columns that are shown."""
+def laid_out(rows: Sequence[ComparisonRow], asked: Layout) -> dict[str, list[Column]]:
+    """Return the groups of columns to show."""
     return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
 
 
-def _chosen_sheets(rows: Sequence[Row], asked: Layout) -> list[list[Column]]:
+def _chosen_sheets(rows: Sequence[ComparisonRow], asked: Layout) -> list[list[Column]]:
     if not asked.columns:
         return sheets(rows)
-    found = _chosen(_columns(rows), asked.columns)
-    return [[column for columns in found.values() for column in columns]]
+    shown = _chosen(_columns(rows), asked.columns)
+    return [[column for columns in shown.values() for column in columns]]
 
 
 def render(
-    rows: Sequence[Row],
+    rows: Sequence[ComparisonRow],
     format: str = "table",
     width: int | None = None,
     by: str | None = None,
@@ -606,9 +610,9 @@ def render(
 ) -> str:
     """Return the rows as text in one of `FORMATS`, without a final line break.
 
-    `width` is in columns and bounds the format "table" alone: wider content is split over more
-    tables. None takes the terminal's, or 200 where the output is no terminal. `by`: a setting whose
-    values have a table each; CSV and JSON, which have one row a row, sort by it.
+    `width`, in columns, limits the format "table", which is split into several where it is wider;
+    None takes the width of the terminal, or 200 if the output is not a terminal. `by`: a setting
+    with a table for each of its values, by which CSV and JSON are sorted.
 
     Raises:
         UsageError: an unknown format, setting, column or order, columns of CSV or JSON, or no rows.
@@ -622,41 +626,43 @@ def render(
     tabled = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):
         if asked.columns:
-            raise UsageError(f"--columns: {format} has every field of a row; choose among them")
+            raise UsageError(f"--columns: {format} has every field of a row; leave --columns out")
         records = [row.record() for group in tabled.values() for row in group]
         return csv_text(records) if format == "csv" else json_text(records)
     width = width or columns()
     titles = {"table": "{}", "markdown": "**{}**", "latex": "% {}"}
     shown = {value: constants(group) for value, group in tabled.items()}
-    said = [notes(told) for _, told in shown.values()]
-    every = [note for note in said[0] if all(note in others for others in said)]
+    footnotes = [notes(members) for _, members in shown.values()]
+    every = [note for note in footnotes[0] if all(note in others for others in footnotes)]
     blocks = []
-    for (value, (title, told)), own in zip(shown.items(), said, strict=True):
+    for (value, (title, members)), own_notes in zip(shown.items(), footnotes, strict=True):
         if by is not None:
             title = ", ".join(filter(None, [f"{by}={value}", title]))
         if title:
             blocks.append(titles[format].format(title))
         if format == "latex":
-            blocks.append(_latex(told, asked, title))
+            blocks.append(_latex(members, asked, title))
             continue
-        blocks.append(_table(told, width, asked) if format == "table" else _markdown(told, asked))
-        blocks += _told([note for note in own if note not in every], format, width)
+        blocks.append(
+            _table(members, width, asked) if format == "table" else _markdown(members, asked)
+        )
+        blocks += _footnotes([note for note in own_notes if note not in every], format, width)
     if format == "latex":
         return "\n\n".join(blocks)
-    if format == "table" and any(len(told) > glossary.LONG for _, told in shown.values()):
+    if format == "table" and any(len(members) > glossary.LONG for _, members in shown.values()):
         every.append(glossary.POINTER)
-    return "\n\n".join([*blocks, *_told(every, format, width)])
+    return "\n\n".join([*blocks, *_footnotes(every, format, width)])
 
 
 def columns() -> int:
-    """Return how many columns the terminal has, or 200 where the output is no terminal."""
+    """Return the width of the terminal, or 200 if the output is not a terminal."""
     return shutil.get_terminal_size((200, 24)).columns
 
 
-def constants(rows: Sequence[Row]) -> tuple[str, list[Row]]:
-    """Return in words the context that all rows share, and the rows without it.
+def constants(rows: Sequence[ComparisonRow]) -> tuple[str, list[ComparisonRow]]:
+    """Return the context that all rows share as text, and the rows without it.
 
-    Rows that were selected or grouped may share settings in which all rows of the table differ.
+    Selected or grouped rows may share settings that differ among all rows of the table.
     """
     shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
     words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.report import figures
-from gcbench.report.compare import Row
+from gcbench.report.brief import short_label
+from gcbench.report.compare import ComparisonRow
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -21,32 +22,32 @@ if TYPE_CHECKING:
 SOFT = {True: 2.0, False: 0.02}
 """Distance from fp32 up to which the y axis is nearly linear: points of accuracy, or loss."""
 FADED = 0.35
-"""Opacity of points that are beaten: one of the tier with no more bytes is told to be better."""
+"""Opacity of a point that another one of its tier beats with no more bytes."""
 RING: dict[str, Any] = {"mec": "0.1", "mew": 1.6}
 """The edge of the marks that may be the best of their tier."""
-TOLD_RING = "may be the best of its tier"
-TOLD_LINE = "mean, by 1 / variance, of those that may be the best"
-TOLD_FADED = "one of its tier is better with no more bytes"
-"""What the legend says."""
+LEGEND_RING = "may be the best of its tier"
+LEGEND_LINE = "mean, by 1 / variance, of those that may be the best"
+LEGEND_FADED = "one of its tier is better with no more bytes"
+"""Texts of the legend."""
 
 
-def leaders(rows: Sequence[Row]) -> list[tuple[float, float]]:
+def leaders(rows: Sequence[ComparisonRow]) -> list[tuple[float, float]]:
     """Return the mean of those rows of a tier that may be its best, at their fewest and most bytes.
 
-    Each counts by 1 / variance, so that one of which little is known hardly moves it. A point is MB
-    and the metric. NaN where the ranks of a row are not known, or where no row may be the best.
+    Weights are 1 / variance. A point is (MB, metric); NaN where the rank of a row is unknown, or
+    where no row may be the best.
     """
     group = [row for row in rows if row.may_be_best]
     if not group or any(row.rank in (None, "-") for row in rows):
         return [(math.nan, math.nan)]
-    known = all(row.half_interval for row in group)
-    weights = [1 / row.half_interval**2 if known else 1.0 for row in group]
+    weighted = all(row.half_interval for row in group)
+    weights = [1 / row.half_interval**2 if weighted else 1.0 for row in group]
     mean = statistics.fmean([row.mean or 0.0 for row in group], weights)
     sizes = [row.payload for row in group]
     return [(size, mean) for size in dict.fromkeys((min(sizes), max(sizes)))]
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     """Write the picture to `path`: PNG, SVG or PDF by its ending.
 
     The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
@@ -66,7 +67,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     if not drawn:
         raise UsageError("no finished row of a tier to draw; make the suite's runs first")
     if len({(str(row.context), row.metric) for row in rows}) > 1:
-        raise UsageError("rows of several budgets are no one picture; choose by --where")
+        raise UsageError("rows of several budgets cannot share a picture; choose with --where")
     accuracy = drawn[0].metric == "accuracy"
     scale = 100 if accuracy else 1
     tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=lambda row: row.payload)))
@@ -97,7 +98,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 ms=8,
                 **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
             )
-            marks.append(Mark(x, y, spread, row.method, style["color"], short=_short(row, drawn)))
+            short = short_label(row.method, [other.method for other in drawn])
+            marks.append(Mark(x, y, spread, row.method, style["color"], short=short))
         levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
         line = [(size, scale * value) for level in levels for size, value in level]
         for tier in tiers:
@@ -111,11 +113,11 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 label=sanitize.label(str(tier)),
             )
         if any(row.may_be_best for row in drawn):
-            axes.plot([], [], ls="", marker="o", ms=8, mfc="none", **RING, label=TOLD_RING)
+            axes.plot([], [], ls="", marker="o", ms=8, mfc="none", **RING, label=LEGEND_RING)
         if not all(math.isnan(size) for size, _ in line):
-            axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1, label=TOLD_LINE)
+            axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1, label=LEGEND_LINE)
         if any(row.beaten for row in drawn):
-            axes.plot([], [], ls="", marker="o", ms=8, color="0.4", alpha=FADED, label=TOLD_FADED)
+            axes.plot([], [], ls="", marker="o", ms=8, color="0.4", alpha=FADED, label=LEGEND_FADED)
         _frame(axes, drawn)
         _stretch(axes, drawn, scale)
         seeds = ends(len(row.values) for row in drawn)
@@ -123,8 +125,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
         )
         failed = [row.method for row in rows if row.failed]
-        told = f"\nfailed seeds: {', '.join(map(sanitize.label, failed))}" if failed else ""
-        axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){told}")
+        failures = f"\nfailed seeds: {', '.join(map(sanitize.label, failed))}" if failed else ""
+        axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){failures}")
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
@@ -132,18 +134,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         figures.save(figure, path)
 
 
-def _short(row: Row, drawn: Sequence[Row]) -> str:
-    """Return the method's name with the first field by which it differs from all of that name."""
-    name, *fields = row.method.split()
-    others = [other.method.split() for other in drawn if other is not row]
-    namesakes = [words for words in others if words[0] == name]
-    if not namesakes:
-        return name
-    own = (field for field in fields if not any(field in words for words in namesakes))
-    return f"{name} {field}" if (field := next(own, None)) else row.method
-
-
-def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
+def _frame(axes: Axes, drawn: Sequence[ComparisonRow]) -> None:
     """Set the x axis: bytes on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -155,7 +146,7 @@ def _frame(axes: Axes, drawn: Sequence[Row]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _stretch(axes: Axes, drawn: Sequence[Row], scale: float) -> None:
+def _stretch(axes: Axes, drawn: Sequence[ComparisonRow], scale: float) -> None:
     """Set the y axis: the asinh of the distance from the uncompressed row, or from the best one."""
     import numpy as np
 

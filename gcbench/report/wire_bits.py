@@ -1,4 +1,4 @@
-"""Bits an element as they are sent: every method on the gradient of one network."""
+"""Measured bits per element of a method on the gradient of one network."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def _gradients() -> tuple[tuple[tuple[int, ...], ...], Sequence[Tensor]]:
 
 
 def bits(method: Compressor) -> tuple[float, float]:
-    """Return the bits an element that a worker hands over and gets back, agreements included.
+    """Return the bits per element that a worker sends and receives, agreements included.
 
-    ResNet-20, four workers, the method's default collective. Computes on one thread: more gain
-    nothing on so little, and lose much on a busy machine.
+    ResNet-20, four workers, the method's default collective, one thread.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

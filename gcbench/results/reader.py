@@ -372,8 +372,10 @@ def load(
     folders: Sequence[Path],
     watch: Callable[[int], progress.Observer] | None = None,
     faults: Faults | None = None,
+    *,
+    repeated: bool = False,
 ) -> list[Run]:
-    """Return the finished runs in `folders`, each once.
+    """Return the finished runs in `folders`, each once, or as often as they are there (`repeated`).
 
     Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
     of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
@@ -429,6 +431,8 @@ def load(
                 f"{count} and no finished one: {names}; repeat the command to resume"
             )
         warn(f"{count} left out: {names}; repeat the command to resume")
+    if repeated:
+        return result
     unique: dict[tuple[str, int], Run] = {}
     for candidate in result:
         key = (candidate.method, candidate.summary.seed)

@@ -68,9 +68,9 @@ def resolution(difference: Any, examples: Any, level: float = 0.05) -> Any:
 
         z sqrt((p - d^2) / (n + 2)),  p = (k + 2) / (n + 2),  d = k / (n + 2).
 
-    If all seeds agree, six examples are the fewest that it tells from none at 95 %, as are by the
-    exact binomial test. Two models may also differ in both directions, which accuracies do not
-    show: this is the least noise of the test set, not all of it.
+    If all seeds agree, at least six examples must differ for 95 %, as in the exact binomial test.
+    Two models may also differ in both directions, which accuracies do not show, so this is a lower
+    bound of the test set's noise.
     """
     import numpy as np
 

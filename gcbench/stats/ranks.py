@@ -15,16 +15,15 @@ LEAST_SEEDS = 5
 
 
 BLOCK = 512
-"""Rows with which one row is compared at a time."""
+"""Number of rows with which one row is compared at a time."""
 
 
 def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
     """Return whether no other line of equal `budget` beats this one.
 
-    With two seeds or more in common, another one beats it if it is better, by the 95 % interval of
-    the paired difference, for no more bytes. Else there is no interval: it beats it by being as
-    good in mean and bytes, and better in one. Lines with a seed that diverged are not on the front,
-    and keep no other line from it.
+    With two or more common seeds, a line beats another one if it is better, by the 95 % interval of
+    the paired difference, with no more bytes. Otherwise it must be as good in mean and bytes, and
+    better in one of them. Lines with a diverged seed are left out.
     """
     import numpy as np
     import pandas as pd
@@ -59,14 +58,14 @@ def _beaten(values: Any, means: Any, sizes: Any, examples: Any) -> Any:
 
     beaten = np.zeros(len(values), dtype=bool)
     groups: dict[bytes, list[int]] = {}
-    for i, known in enumerate(np.isfinite(values)):
-        groups.setdefault(known.tobytes(), []).append(i)
-    members = [(np.frombuffer(key, dtype=bool), np.array(own)) for key, own in groups.items()]
+    for i, mask in enumerate(np.isfinite(values)):
+        groups.setdefault(mask.tobytes(), []).append(i)
+    members = [(np.frombuffer(key, dtype=bool), np.array(shown)) for key, shown in groups.items()]
     for seeds, rivals in members:
-        for others, own in members:
+        for others, shown in members:
             common = seeds & others
             if common.sum() < 2:
-                beaten[own] |= _dominated(means, sizes, own, rivals)
+                beaten[shown] |= _dominated(means, sizes, shown, rivals)
                 continue
             columns = np.flatnonzero(common)
             rivals = rivals[
@@ -74,7 +73,7 @@ def _beaten(values: Any, means: Any, sizes: Any, examples: Any) -> Any:
             ]
             theirs = values[np.ix_(rivals, columns)]
             strength, weight = theirs.mean(axis=1), sizes[rivals]
-            for i in own[~beaten[own]]:
+            for i in shown[~beaten[shown]]:
                 mine = values[i, columns]
                 ahead = np.searchsorted(-strength, -mine.mean())
                 for start in range(0, int(ahead), BLOCK):
@@ -88,7 +87,7 @@ def _beaten(values: Any, means: Any, sizes: Any, examples: Any) -> Any:
     return beaten
 
 
-def _dominated(means: Any, sizes: Any, own: Any, rivals: Any) -> Any:
+def _dominated(means: Any, sizes: Any, indices: Any, rivals: Any) -> Any:
     """Return whether a rival is as good as each row in mean and bytes, and better in one."""
     import numpy as np
 
@@ -98,9 +97,9 @@ def _dominated(means: Any, sizes: Any, own: Any, rivals: Any) -> Any:
     def best_of(place: Any) -> Any:
         return np.where(place > 0, best[np.maximum(place - 1, 0)], -math.inf)
 
-    lighter = best_of(np.searchsorted(weights, sizes[own], side="left"))
-    as_light = best_of(np.searchsorted(weights, sizes[own], side="right"))
-    return (lighter >= means[own]) | (as_light > means[own])
+    lighter = best_of(np.searchsorted(weights, sizes[indices], side="left"))
+    as_light = best_of(np.searchsorted(weights, sizes[indices], side="right"))
+    return (lighter >= means[indices]) | (as_light > means[indices])
 
 
 def pairwise(values: DataFrame, sign: int, examples: float = math.nan) -> DataFrame:
@@ -110,7 +109,7 @@ def pairwise(values: DataFrame, sign: int, examples: float = math.nan) -> DataFr
     column's, -1 where it is worse, 0 where the two are indistinguishable, NaN where fewer than
     `LEAST_SEEDS` seeds are common. Rows with fewer seeds are left out.
 
-    `values`: the metric, a column a row, a line a seed, NaN where a row does not have it. `sign`: 1
+    `values`: the metric, one column per row and one line per seed, NaN if missing. `sign`: 1
     where a higher metric is better, else -1; `examples` as for `resolution`. A row is better if the
     confidence interval of its paired difference over the common seeds excludes zero, at 95 % for
     all pairs of rows together (Bonferroni).
@@ -120,28 +119,28 @@ def pairwise(values: DataFrame, sign: int, examples: float = math.nan) -> DataFr
     ranked = values.loc[:, values.count() >= LEAST_SEEDS]
     count = ranked.shape[1]
     level = 0.05 / max(1, count * (count - 1) // 2)
-    found = {}
-    for own in ranked:
-        leads = sign * ranked.sub(ranked[own], axis="index")
+    result = {}
+    for label in ranked:
+        leads = sign * ranked.sub(ranked[label], axis="index")
         n, lead = leads.count(), leads.mean()
         width = half_interval(leads.std(), n, lead, examples, level)
         better = (lead > width).astype(int) - (lead < -width).astype(int)
-        found[own] = better.where(n >= LEAST_SEEDS)
-    return pd.DataFrame(found, index=ranked.columns)
+        result[label] = better.where(n >= LEAST_SEEDS)
+    return pd.DataFrame(result, index=ranked.columns)
 
 
 def places(values: DataFrame, sign: int, examples: float = math.nan) -> list[str]:
-    """Return the places that each column, a row of a tier, may have: "1", or "2-4".
+    """Return the possible places of each column, a row of a tier: "1", or "2-4".
 
-    The first is 1 + how many of the others are better, the last the number of rows less those that
-    are worse, by `pairwise`, which takes the same arguments. So two rows whose difference is not
-    known have places that overlap. A row with fewer than `LEAST_SEEDS` seeds has "-" and counts for
-    no other; so has a row that has fewer in common with one of the others.
+    The first place is 1 + the number of better rows, the last is the number of rows minus the
+    number of worse ones, by `pairwise`, which takes the same arguments; so indistinguishable rows
+    have overlapping places. "-" if a row has fewer than `LEAST_SEEDS` seeds, in all or in common
+    with another row.
     """
-    found = pairwise(values, sign, examples)
-    found_places = dict.fromkeys(values, "-")
-    for own, others in found.items():
-        first, last = 1 + (others > 0).sum(), len(found) - (others < 0).sum()
-        if len(found) > 1 and others.notna().all():
-            found_places[own] = f"{first}" if first == last else f"{first}-{last}"
-    return list(found_places.values())
+    better = pairwise(values, sign, examples)
+    result = dict.fromkeys(values, "-")
+    for label, others in better.items():
+        first, last = 1 + (others > 0).sum(), len(better) - (others < 0).sum()
+        if len(better) > 1 and others.notna().all():
+            result[label] = f"{first}" if first == last else f"{first}-{last}"
+    return list(result.values())

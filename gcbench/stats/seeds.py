@@ -1,8 +1,8 @@
-"""Statistics over seeds, in two frames: a line a run, and a line a configuration.
+"""Statistics over seeds, in two frames: one line per run, and one line per configuration.
 
 `per_run` makes the first and `per_config` the second from it; the other functions add columns
-to the second. A configuration is all settings but the seed, as `Run.method` writes them. NaN stands
-for what is not known. `gcbench.report.compare` makes the rows of a table from these frames;
+to the second. A configuration is all settings but the seed, as `Run.method` writes them. NaN means
+unknown. `gcbench.report.compare` makes the rows of a table from these frames;
 `gcbench help reading-results` explains every column.
 """
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 BASELINE = "none"
-"""The compressor that compresses nothing."""
+"""The compressor that sends fp32 gradients."""
 SPENT = ("step", "payload_bytes", "wire_bytes", "seconds", "link_seconds")
-"""What is said of the first evaluation that met a target, each with "target_" before it: its step;
-bytes of a worker, encoded (up and down together) and over the network; wall clock of the run (in
-the engine simulate of all workers in one process); communication alone, as modelled from the run's
-link. Infinite for a run that never met it; NaN where it was not recorded."""
+"""Columns about the first evaluation that met a target, each with the prefix "target_": its step;
+bytes per worker, encoded (up and down together) and on the network; wall clock of the run (engine
+simulate: of all workers in one process); modelled communication alone. Infinite for a run that
+never met the target; NaN if not recorded."""
 TARGET = tuple(f"target_{name}" for name in SPENT)
 _MEANS = ("nominal_ratio", "payload_ratio_up", "payload_ratio_down", "test_top5")
 _BYTES = ("payload_bytes", "wire_bytes")
@@ -36,34 +36,34 @@ _BYTES = ("payload_bytes", "wire_bytes")
 # ---- runs ----------------------------------------------------------------------------------------
 
 MOST_EXAMPLES = 1_000_000
-"""Examples of a test set above which the resolution of accuracies is not looked for."""
+"""Examples of a test set above which it is not derived from accuracies."""
 
 
 def examples(runs: Sequence[Run]) -> dict[str, float]:
-    """Return how many test examples the accuracies are of, by what `_split` calls the test set.
+    """Return the size of each test set, by its key from `_split`.
 
-    That is `test_examples` of the summaries; where none has it, the smallest number of which all
-    the accuracies are fractions: 347/360 and 0.9 are of at least 360. NaN where there is none.
+    This is `test_examples` of the summaries; without it, the smallest common denominator of the
+    accuracies: at least 360 for 347/360 and 0.9. NaN if unknown.
     """
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for run in runs:
         split = _split(run)
         held_out = run.summary.config.get("holdout")
         recorded = held_out if run.is_trial else run.summary.test_examples
         if recorded:
-            found[split] = float(recorded)
+            sizes[split] = float(recorded)
     missing: dict[str, int] = {}
     for run in runs:
         split, accuracy = _split(run), _accuracy(run)
-        if split in found or accuracy is None or not 0 <= accuracy <= 1:
+        if split in sizes or accuracy is None or not 0 <= accuracy <= 1:
             continue
-        known = missing.get(split, 1)
-        if known:
+        denominator = missing.get(split, 1)
+        if denominator:
             exact = Fraction(accuracy).limit_denominator(MOST_EXAMPLES)
-            together = math.lcm(known, exact.denominator)
+            together = math.lcm(denominator, exact.denominator)
             fits = float(exact) == accuracy and together <= MOST_EXAMPLES
             missing[split] = together if fits else 0
-    return found | {split: float(n) if n else math.nan for split, n in missing.items()}
+    return sizes | {split: float(n) if n else math.nan for split, n in missing.items()}
 
 
 def _accuracy(run: Run) -> float | None:
@@ -71,10 +71,10 @@ def _accuracy(run: Run) -> float | None:
 
 
 def _split(run: Run) -> str:
-    """Return what identifies the examples on which a run was judged."""
+    """Return a key of the examples on which a run was evaluated."""
     options = run.summary.config.get("task_options")
-    told = canonical(options) if options else ""
-    return f"{run.summary.task} {told} {run.is_trial}"
+    options_text = canonical(options) if options else ""
+    return f"{run.summary.task} {options_text} {run.is_trial}"
 
 
 def _final(run: Run, metric: str) -> float | None:
@@ -85,17 +85,17 @@ def _final(run: Run, metric: str) -> float | None:
     value = getattr(summary, f"{split}_accuracy") if metric == "accuracy" else loss
     if summary.failed or value is None or not math.isfinite(value):
         return None
-    # A model whose parameters are NaN has the accuracy of guessing. Its loss is NaN, too, which a
-    # summary writes as null; a summary without that field did not measure the loss.
+    # A model with NaN parameters has the accuracy of guessing. Its loss is NaN, stored as null; a
+    # summary without that field did not measure the loss.
     measured = f"{split}_loss" in summary.present
     diverged = measured if loss is None else not math.isfinite(loss)
     return None if diverged else value
 
 
 def _to_target(run: Run, metric: str, target: float) -> dict[str, float | None]:
-    """Return what the run had spent when it met the target; nothing if it has no evaluations.
+    """Return the cost up to the evaluation that met the target; empty without evaluations.
 
-    A run whose parameters are NaN never meets a target, although it has an accuracy.
+    A run with NaN parameters never meets a target, although it has an accuracy.
     """
     curve = run.evaluations()
     loss = f"{run.judged_by}_loss"
@@ -119,7 +119,7 @@ def _to_target(run: Run, metric: str, target: float) -> dict[str, float | None]:
 
 
 def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None) -> DataFrame:
-    """Return a line a run, in the order given.
+    """Return one line per run, in the given order.
 
     Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
     else -1; `value`: the metric after the last step, NaN where the run diverged; `examples`: of the
@@ -138,8 +138,8 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     summaries = [run.summary for run in runs]
     accuracies = [metrics[summary.task] == "accuracy" for summary in summaries]
 
-    def numbers(found: Iterable[float | None]) -> Any:
-        return np.array([math.nan if value is None else value for value in found], dtype=float)
+    def numbers(values: Iterable[float | None]) -> Any:
+        return np.array([math.nan if value is None else value for value in values], dtype=float)
 
     def of(name: str) -> Any:
         return numbers(getattr(summary, name) for summary in summaries)
@@ -179,19 +179,19 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
 
 def values(runs: DataFrame) -> dict[str, dict[int, float]]:
     """Return the metric of each configuration by seed, without the runs that diverged."""
-    made: dict[str, dict[int, float]] = {}
+    result: dict[str, dict[int, float]] = {}
     for name, seed, value in zip(runs["configuration"], runs["seed"], runs["value"], strict=True):
-        own = made.setdefault(name, {})
+        by_seed = result.setdefault(name, {})
         if math.isfinite(value):
-            own[seed] = value
-    return made
+            by_seed[seed] = value
+    return result
 
 
 # ---- configurations ------------------------------------------------------------------------------
 
 
 def per_config(runs: DataFrame) -> DataFrame:
-    """Return a line a configuration: what `per_run` has of its seeds, taken together.
+    """Return one line per configuration: the columns of `per_run` over its seeds.
 
     The index is the configuration. `diverged` counts the seeds without a value. Of the others are
     `mean`, `sd` (sample standard deviation, NaN below two seeds), `half_interval` (half the 95 %
@@ -199,29 +199,29 @@ def per_config(runs: DataFrame) -> DataFrame:
     are medians; those of modelled communication are NaN where communication was measured.
     """
     groups = runs.groupby("configuration", sort=False)
-    made = groups[["uncompressed", "sign", "examples"]].first()
+    table = groups[["uncompressed", "sign", "examples"]].first()
     values = groups["value"]
-    made["mean"], made["sd"], made["n"] = values.mean(), values.std(), values.count()
-    made["diverged"] = groups.size() - made["n"]
-    made["low"], made["high"] = values.min(), values.max()
-    made["half_interval"] = half_width(made["sd"], made["n"]).fillna(0.0)
-    made[[*_MEANS]] = groups[[*_MEANS]].mean()
-    made["bits_up"] = 32 / made["payload_ratio_up"].where(made["payload_ratio_up"] != 0)
+    table["mean"], table["sd"], table["n"] = values.mean(), values.std(), values.count()
+    table["diverged"] = groups.size() - table["n"]
+    table["low"], table["high"] = values.min(), values.max()
+    table["half_interval"] = half_width(table["sd"], table["n"]).fillna(0.0)
+    table[[*_MEANS]] = groups[[*_MEANS]].mean()
+    table["bits_up"] = 32 / table["payload_ratio_up"].where(table["payload_ratio_up"] != 0)
     steps = groups["steps"].first()
     for name in _BYTES:
-        made[f"{name}_step"] = groups[name].mean() / steps
+        table[f"{name}_step"] = groups[name].mean() / steps
     phases = [str(name) for name in runs if str(name).startswith("phase ")]
     seconds = ["step_seconds", "communicate_modelled_seconds", *phases]
-    made[seconds] = groups[seconds].median()
-    measured = made["phase communicate"].notna()
-    made.loc[measured, "communicate_modelled_seconds"] = math.nan
-    made["skipped_steps"] = groups["skipped_steps"].sum()
+    table[seconds] = groups[seconds].median()
+    measured = table["phase communicate"].notna()
+    table.loc[measured, "communicate_modelled_seconds"] = math.nan
+    table["skipped_steps"] = groups["skipped_steps"].sum()
     spent = groups[[*TARGET]]
-    made[[*TARGET]] = spent.median().where(spent.count().eq(groups.size(), axis=0))
-    made["target_runs"] = groups["target_step"].count()
+    table[[*TARGET]] = spent.median().where(spent.count().eq(groups.size(), axis=0))
+    table["target_runs"] = groups["target_step"].count()
     met = runs["target_step"] < math.inf
-    made["target_reached"] = met.groupby(runs["configuration"], sort=False).sum()
-    return made
+    table["target_reached"] = met.groupby(runs["configuration"], sort=False).sum()
+    return table
 
 
 def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
@@ -235,58 +235,59 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
     `above_baseline` and `below_baseline`: whether the interval lies on one side of zero, the better
     or the worse; `faster`: whether the target was met in fewer steps, by the interval of the paired
     differences of steps where both met it, at least two; `band_low` and `band_high`: the lowest and
-    the highest value of the uncompressed seeds, NaN below two; `in_band`: whether the mean lies
-    there, in words; of a mean outside whose interval of the difference holds zero, no side is told.
+    the highest value of the uncompressed seeds, NaN below two; `in_band`: whether the mean lies in
+    the band, as text. If it is outside and the interval of the difference contains zero, the text
+    names no direction.
     """
     import numpy as np
 
-    made = configurations.copy()
-    names, compressed = made["baseline"], ~made["uncompressed"]
+    table = configurations.copy()
+    names, compressed = table["baseline"], ~table["uncompressed"]
     finished = runs.loc[runs["value"].notna(), ["configuration", "seed", "value"]]
     pairs = finished.join(names[compressed], on="configuration", how="inner").merge(
         finished, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
     )
     paired = (pairs["value_x"] - pairs["value_y"]).groupby(pairs["configuration_x"])
-    made["pairs"] = paired.count().reindex(made.index, fill_value=0)
-    unpaired = (made["mean"] - names.map(made["mean"])).where(compressed)
-    made["difference"] = paired.mean().reindex(made.index).fillna(unpaired)
-    made["difference_sd"] = paired.std().reindex(made.index)
-    noise = made["difference"], made["examples"]
-    half = half_interval(made["difference_sd"], made["pairs"], *noise)
-    made["difference_low"] = made["difference"] - half
-    made["difference_high"] = made["difference"] + half
-    better, worse = made["difference_low"] > 0, made["difference_high"] < 0
-    made["above_baseline"] = better.where(made["sign"] > 0, worse)
-    made["below_baseline"] = worse.where(made["sign"] > 0, better)
+    table["pairs"] = paired.count().reindex(table.index, fill_value=0)
+    unpaired = (table["mean"] - names.map(table["mean"])).where(compressed)
+    table["difference"] = paired.mean().reindex(table.index).fillna(unpaired)
+    table["difference_sd"] = paired.std().reindex(table.index)
+    noise = table["difference"], table["examples"]
+    half = half_interval(table["difference_sd"], table["pairs"], *noise)
+    table["difference_low"] = table["difference"] - half
+    table["difference_high"] = table["difference"] + half
+    better, worse = table["difference_low"] > 0, table["difference_high"] < 0
+    table["above_baseline"] = better.where(table["sign"] > 0, worse)
+    table["below_baseline"] = worse.where(table["sign"] > 0, better)
 
-    told = runs.loc[runs["target_step"] < math.inf, ["configuration", "seed", "target_step"]]
-    told = told.join(names[compressed], on="configuration", how="inner").merge(
-        told, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
+    met = runs.loc[runs["target_step"] < math.inf, ["configuration", "seed", "target_step"]]
+    met = met.join(names[compressed], on="configuration", how="inner").merge(
+        met, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
     )
-    later = (told["target_step_x"] - told["target_step_y"]).groupby(told["configuration_x"])
+    later = (met["target_step_x"] - met["target_step_y"]).groupby(met["configuration_x"])
     sooner = later.mean() + half_width(later.std(), later.count()) < 0
-    made["faster"] = sooner.reindex(made.index, fill_value=False)
+    table["faster"] = sooner.reindex(table.index, fill_value=False)
 
-    made["baseline_n"] = names.map(made["n"]).fillna(0).astype(int)
-    several = made["baseline_n"] > 1
-    made["band_low"] = names.map(made["low"]).where(several)
-    made["band_high"] = names.map(made["high"]).where(several)
-    mean, low, high = made["mean"], made["band_low"], made["band_high"]
-    made["in_band"] = np.select(
+    table["baseline_n"] = names.map(table["n"]).fillna(0).astype(int)
+    several = table["baseline_n"] > 1
+    table["band_low"] = names.map(table["low"]).where(several)
+    table["band_high"] = names.map(table["high"]).where(several)
+    mean, low, high = table["mean"], table["band_low"], table["band_high"]
+    table["in_band"] = np.select(
         [
             ~compressed,
-            made["diverged"] > 0,
-            made["baseline_n"] == 0,
-            made["baseline_n"] == 1,
+            table["diverged"] > 0,
+            table["baseline_n"] == 0,
+            table["baseline_n"] == 1,
             (low <= mean) & (mean <= high),
-            (made["difference_low"].notna() & ~better & ~worse)
-            | (made["difference"].abs() <= resolution(*noise)),
-            (mean > high) == (made["sign"] > 0),
+            (table["difference_low"].notna() & ~better & ~worse)
+            | (table["difference"].abs() <= resolution(*noise)),
+            (mean > high) == (table["sign"] > 0),
         ],
         [
             *("baseline", "no: failed", "no baseline", "n/a (1 seed)", "yes"),
-            *("no: not told apart", "no: better"),
+            *("no: indistinguishable", "no: better"),
         ],
         "no: worse",
     )
-    return made
+    return table

@@ -35,10 +35,10 @@ def listed() -> list[dict[str, str]]:
     rows = []
     for kind, module in MODULES.items():
         try:
-            told = importlib.import_module(module).__doc__ or ""
+            text = importlib.import_module(module).__doc__ or ""
         except (Exception, SystemExit) as error:  # a faulty module must not break the list
-            told = f"cannot be used: {type(error).__name__}: {error}"
-        rows.append({"name": kind, "what": told.strip().partition("\n")[0], "module": module})
+            text = f"cannot be used: {type(error).__name__}: {error}"
+        rows.append({"name": kind, "what": text.strip().partition("\n")[0], "module": module})
     return rows
 
 

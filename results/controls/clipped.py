@@ -1,7 +1,7 @@
 """Clipping alone: the gradient in float32, clipped as `terngrad` clips it.
 
 x'_k = max(-c sigma, min(c sigma, x_k)), sigma the standard deviation of the tensor.
-Wire: 32 bits an element. Source: TernGrad, arXiv:1705.07878, eq. (21), without the ternary codes.
+Wire: 32 bits per element. Source: TernGrad, arXiv:1705.07878, eq. (21), without the ternary codes.
 
 A control, no method: what of a difference between `terngrad` and fp32 is its clipping.
 """

@@ -92,13 +92,13 @@ class Settings(Choices):
         Raises:
             UsageError: see `Config.make` and `configuration.check_limits`.
         """
-        given: dict[str, Any] = {"task": self.task, "compressor": "none", "workers": self.workers}
-        given |= {"steps": self.steps, "seed": seed}
-        given |= {"batch": self.batch} if self.batch else {}
-        given |= {"task_options": {"network": self.network}} if self.network else {}
-        made = Config.make(given)
-        configuration.check_limits(made)
-        return made
+        config: dict[str, Any] = {"task": self.task, "compressor": "none", "workers": self.workers}
+        config |= {"steps": self.steps, "seed": seed}
+        config |= {"batch": self.batch} if self.batch else {}
+        config |= {"task_options": {"network": self.network}} if self.network else {}
+        checked = Config.make(config)
+        configuration.check_limits(checked)
+        return checked
 
     def snapshot_steps(self) -> tuple[int, ...]:
         """Return the steps of the snapshots, counted from 0."""
@@ -204,10 +204,10 @@ def look(drawn: Any, batches: int) -> Row:
     square = float(a @ b)
     least = float(a.sign() @ b + b.sign() @ a) / 2
     most = float(mean.abs().sum())
-    known = square > 0
+    nonzero = square > 0
 
     def phi(length: float) -> float | None:
-        return min(1.0, max(0.0, length) ** 2 / (mean.numel() * square)) if known else None
+        return min(1.0, max(0.0, length) ** 2 / (mean.numel() * square)) if nonzero else None
 
     noise = float(sigma.square().sum()) / whole.n
     return {
@@ -216,7 +216,7 @@ def look(drawn: Any, batches: int) -> Row:
         "gradient_high": phi(most),
         "noise": finite(density(sigma)),
         "noise_share": finite(noise / float(mean @ mean)) if bool(mean.any()) else None,
-        "norm": math.sqrt(square) if known else None,
+        "norm": math.sqrt(square) if nonzero else None,
         "sigma": float(sigma.norm()),
         "batches": whole.n,
     }
@@ -245,18 +245,20 @@ def judge(rows: Sequence[Row]) -> list[Row]:
         for field in ("gradient_low", "gradient", "gradient_high")
     ]
     coupled = [tuple(map(_fisher, one)) for one in zip(*ends, strict=True)]
-    found = verdicts.bracket(
+    interval = verdicts.bracket(
         [_extreme(min, one) for one in coupled],
         [one[1] for one in coupled],
         [_extreme(max, one) for one in coupled],
     )
-    middle, least_of_all, most = (math.tanh(end) for end in (found.mean, found.low, found.high))
-    found = found._replace(mean=middle, low=least_of_all, high=most)
+    middle, least_of_all, most = (
+        math.tanh(end) for end in (interval.mean, interval.low, interval.high)
+    )
+    interval = interval._replace(mean=middle, low=least_of_all, high=most)
     return [
         verdicts.row(NOISE, verdicts.over_seeds(least("noise"))),
         verdicts.row(GRADIENT, verdicts.bracket(low, least("gradient"), high)),
         verdicts.row(ORDER, verdicts.bracket(*factors)),
-        verdicts.row(COUPLED, found),
+        verdicts.row(COUPLED, interval),
     ]
 
 

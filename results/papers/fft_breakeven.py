@@ -101,12 +101,12 @@ class Settings(Choices):
 
     @field_validator("throughput")
     @classmethod
-    def _all_or_none(cls, given: list[float]) -> list[float]:
-        if len(given) not in (0, len(STAGES)):
+    def _all_or_none(cls, values: list[float]) -> list[float]:
+        if len(values) not in (0, len(STAGES)):
             raise ValueError(
-                f"{len(given)} numbers; give all of {', '.join(STAGES)}, or none to time them"
+                f"{len(values)} numbers; give all of {', '.join(STAGES)}, or none to time them"
             )
-        return given
+        return values
 
 
 def steps(settings: Settings) -> int:
@@ -183,12 +183,12 @@ def stages(settings: Settings) -> dict[str, float]:
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     runs = ops.spectrum.runs_of(segments, settings.theta)
     bins, energy = ops.spectrum.forward(x, segments)
-    kept = ops.spectrum.largest(energy, runs)
+    largest = ops.spectrum.largest(energy, runs)
     form = settings.bits, settings.mantissa, 1
     calls = {
         "Tm": x.half,
         "Tf": lambda: ops.spectrum.forward(x, segments),
-        "Tp": lambda: ops.spectrum.pack(bins, kept, runs, *form),
+        "Tp": lambda: ops.spectrum.pack(bins, largest, runs, *form),
         "Ts": lambda: ops.spectrum.largest(energy, runs),
     }
     before = torch.get_num_threads()
@@ -213,7 +213,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     shapes = ((n // COLUMNS, COLUMNS),)
     nbytes = 4.0 * n
     chosen = _chosen(settings)
-    known = pays.measurement(settings.kernels)
+    measurement = pays.measurement(settings.kernels)
 
     done = 0
 
@@ -236,8 +236,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     back = compress_seconds(speed, DECOMPRESS)
     readings["symmetric"] = 2 * forth
     readings["exact"] = forth + back
-    if own := known.of(method, n):
-        readings[WHOLE] = (own.encode + own.each) / FLOAT
+    if cost := measurement.of(method, n):
+        readings[WHOLE] = (cost.encode + cost.each) / FLOAT
 
     ratio = nbytes / traffic.gradient_bytes(method, shapes)
     nominal = 32 / (method.claims.nominal_bits or 32)
@@ -250,8 +250,8 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
             _stage_table(settings, speed, forth, n),
             _reading_table(readings, ratio, nominal),
             _link_table(settings, readings, ratio),
-            _method_table(settings, chosen, known),
-            _together(settings, readings, ratio, method, known),
+            _method_table(settings, chosen, measurement),
+            _together(settings, readings, ratio, method, measurement),
             Table(name="curve", title="", rows=_curve(readings)),
         ],
     )
@@ -335,15 +335,15 @@ def _link_table(settings: Settings, readings: Mapping[str, float], ratio: float)
 
 
 def _method_table(
-    settings: Settings, chosen: Mapping[str, Compressor], known: costs.Measured
+    settings: Settings, chosen: Mapping[str, Compressor], measurement: costs.Measured
 ) -> Table:
-    rows = pays.rows(known, chosen, settings.workers, settings.link_latency_us * 1e-6)
+    rows = pays.rows(measurement, chosen, settings.workers, settings.link_latency_us * 1e-6)
     return Table(
         name="methods",
         title=f"Links on which an exchange alone pays, {settings.workers} workers",
         shown=pays.SHOWN,
         which=2,
-        notes=pays.notes(known, chosen, settings.link_latency_us, rows),
+        notes=pays.notes(measurement, chosen, settings.link_latency_us, rows),
         rows=rows,
     )
 
@@ -353,7 +353,7 @@ def _together(
     readings: Mapping[str, float],
     ratio: float,
     method: Compressor,
-    known: costs.Measured,
+    measurement: costs.Measured,
 ) -> Table:
     """Return the links on which `method` stops paying, with the assumptions of each number.
 
@@ -363,7 +363,7 @@ def _together(
     alone = f"stages timed alone here, {_threads(settings)}"
     if settings.throughput:
         alone = "given throughputs"
-    inside = known.source
+    inside = measurement.source
     times = {
         "the paper's claim": f"implied by {CLAIM[0]:g} at {CLAIM[1]:g} Gbit/s (GPU)",
         "symmetric": f"{alone}; decompressing as compressing",
@@ -380,10 +380,10 @@ def _together(
         }
         for name, seconds in readings.items()
     ]
-    counts = dict.fromkeys((int(known.analysis.settings["workers"]), settings.workers))
+    counts = dict.fromkeys((int(measurement.analysis.settings["workers"]), settings.workers))
     latency = settings.link_latency_us * 1e-6
     for workers in counts:
-        (exchange,) = pays.rows(known, {"fft": method}, workers, latency)
+        (exchange,) = pays.rows(measurement, {"fft": method}, workers, latency)
         for field, against in (("links", "fp32"), ("links_better", "fp32 and bf16")):
             rows.append(
                 {

@@ -64,9 +64,9 @@ class Settings(Trained):
         Raises:
             UsageError: fields out of range.
         """
-        given: dict[str, Any] = {} if fixed is None else {"low": fixed[0], "high": fixed[1]}
+        bounds: dict[str, Any] = {} if fixed is None else {"low": fixed[0], "high": fixed[1]}
         fields = {"theta": self.theta, "code_bits": self.bits, "mantissa": self.mantissa}
-        return registry.compressor("fft", **fields, **given)
+        return registry.compressor("fft", **fields, **bounds)
 
 
 def kept_values(x: Tensor, segments: Segments, theta: float) -> Tensor:
@@ -96,22 +96,22 @@ def estimate(steps: Sequence[Gradients], settings: Settings) -> Range:
     return low, high
 
 
-def measure(gradients: Gradients, settings: Settings, given: Range) -> Row:
+def measure(gradients: Gradients, settings: Settings, estimate: Range) -> Row:
     """Return the errors with both ranges at one step, means over the workers.
 
-    `given` is the estimated range; `outside` the share of kept values beyond it, `peak` the largest
-    kept magnitude.
+    `estimate`: the estimated range; `outside`: the share of kept values beyond it; `peak`: the
+    largest kept magnitude.
     """
-    own, fixed = settings.method(), settings.method(given)
-    segments = gradients.segments(own)
+    per_payload, fixed = settings.method(), settings.method(estimate)
+    segments = gradients.segments(per_payload)
     rows = []
     for rank, bucket in enumerate(gradients.buckets):
         key = Key(gradients.seed, gradients.step, rank)
         values = kept_values(bucket, segments, settings.theta)
-        outside = (values < given[0]) | (values > given[1])
+        outside = (values < estimate[0]) | (values > estimate[1])
         rows.append(
             (
-                error(bucket, calls.round_trip(own, bucket, segments, key)),
+                error(bucket, calls.round_trip(per_payload, bucket, segments, key)),
                 error(bucket, calls.round_trip(fixed, bucket, segments, key)),
                 float(outside.double().mean()),
                 float(values.abs().max()),

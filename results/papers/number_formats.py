@@ -65,13 +65,15 @@ class Settings(Trained):
 
     @field_validator("mantissa")
     @classmethod
-    def _pairs(cls, given: list[int], info: ValidationInfo) -> list[int]:
+    def _pairs(cls, mantissas: list[int], info: ValidationInfo) -> list[int]:
         widths = info.data.get("bits", [])
-        if len(given) != len(widths) or len({*widths}) < len(widths):
-            raise ValueError(f"{given} for bits {widths}; give distinct bits and one mantissa each")
-        for bits, mantissa in zip(widths, given, strict=True):
+        if len(mantissas) != len(widths) or len({*widths}) < len(widths):
+            raise ValueError(
+                f"{mantissas} for bits {widths}; give distinct bits and one mantissa each"
+            )
+        for bits, mantissa in zip(widths, mantissas, strict=True):
             ops.rangefloat.check(bits, mantissa)
-        return given
+        return mantissas
 
 
 # ---- formats -------------------------------------------------------------------------------------
@@ -133,11 +135,11 @@ FORMATS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 }
 
 
-def groups(bucket: Tensor, kept: float) -> dict[str, Tensor]:
+def groups(bucket: Tensor, share: float) -> dict[str, Tensor]:
     """Return the groups of numbers of a gradient, float32, shape (n,), by name."""
-    k = max(1, math.ceil(kept * len(bucket)))
+    k = max(1, math.ceil(share * len(bucket)))
     segments = Segments.of([(len(bucket),)], "model")
-    runs = ops.spectrum.runs_of(segments, 1 - kept)
+    runs = ops.spectrum.runs_of(segments, 1 - share)
     bins, energy = ops.spectrum.forward(bucket, segments, half=False)
     spectrum = bins.view(-1, 2)[ops.spectrum.largest(energy, runs)]
     return {
@@ -251,9 +253,9 @@ def _log_ratio(ours: Value, theirs: Value) -> float:
 def _summary(rows: Sequence[Row], settings: Settings) -> Table:
     import pandas as pd
 
-    found = pd.DataFrame([*rows]).astype({"error": float})
-    errors = found.groupby(["values", "bits", "format"], sort=False)["error"]
-    made = errors.agg(error="mean", low="min", high="max", n="count").reset_index()
+    frame = pd.DataFrame([*rows]).astype({"error": float})
+    errors = frame.groupby(["values", "bits", "format"], sort=False)["error"]
+    summary = errors.agg(error="mean", low="min", high="max", n="count").reset_index()
     used = ", ".join(f"{m} of {n}" for n, m in zip(settings.bits, settings.mantissa, strict=True))
     columns: Columns = {
         "bits": "bits",
@@ -268,7 +270,7 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
         f"elements and bins: {100 * settings.kept:g} % of a worker's gradient or spectrum. "
         f"Mantissa of the range float: {used} bits."
     ]
-    rows_of = records(made)
+    rows_of = records(summary)
     heading = "Error ||x - x'|| / ||x|| by format"
     return table("errors", heading, columns, rows_of, by="values", which=2, notes=notes)
 

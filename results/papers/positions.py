@@ -64,19 +64,19 @@ def entropy_bits(n: int, k: int) -> float:
     return (math.lgamma(n + 1) - lost) / math.log(2)
 
 
-def packed_bits(kept: torch.Tensor, n: int, coding: str) -> int:
+def packed_bits(positions: torch.Tensor, n: int, coding: str) -> int:
     """Return the bits of packed positions, after checking that unpacking restores them.
 
-    `kept`: positions from 0 to n - 1, int64, shape (K,), increasing.
+    `positions`: from 0 to n - 1, int64, shape (K,), increasing.
 
     Raises:
         GcbenchError: unpacking returns other positions.
     """
-    run = ops.selection.KeptRun(0, 1, n, len(kept))
-    parts = ops.selection.pack_positions(kept, n, coding)
+    run = ops.selection.KeptRun(0, 1, n, len(positions))
+    parts = ops.selection.pack_positions(positions, n, coding)
     back = ops.selection.unpack_positions(parts, n, coding, (run,), KIND)
-    if not torch.equal(back, kept):
-        raise GcbenchError(f"{coding}: unpacking changed {len(kept)} positions of {n}")
+    if not torch.equal(back, positions):
+        raise GcbenchError(f"{coding}: unpacking changed {len(positions)} positions of {n}")
     return 8 * sum(part.numel() * part.element_size() for part in parts)
 
 
@@ -91,8 +91,8 @@ def measure(settings: Settings) -> list[Row]:
     generator = torch.Generator().manual_seed(settings.seed)
     for share in settings.kept:
         k = max(1, round(share * n))
-        kept = torch.randperm(n, generator=generator)[:k].sort().values
-        bits = {coding: packed_bits(kept, n, coding) / n for coding in CODINGS}
+        positions = torch.randperm(n, generator=generator)[:k].sort().values
+        bits = {coding: packed_bits(positions, n, coding) / n for coding in CODINGS}
         codes = settings.value_bits * k / n
         rows.append(
             {

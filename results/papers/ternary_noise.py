@@ -99,8 +99,8 @@ def measure(method: Compressor, gradients: Gradients, draws: int) -> Row:
     names = ("signal", "expected", "added", "inner")
     means = (finite(fmean(column)) for column in zip(*rows, strict=True))
     spread = sum(energy(bucket.double() - gradients.mean) for bucket in gradients.buckets)
-    own = finite(spread / (workers - 1)) if workers > 1 else None
-    return {**dict(zip(names, means, strict=True)), "own": own}
+    of_batch = finite(spread / (workers - 1)) if workers > 1 else None
+    return {**dict(zip(names, means, strict=True)), "own": of_batch}
 
 
 def _expected(x: Tensor, segments: Segments) -> float:

@@ -57,9 +57,9 @@ def _published() -> dict[tuple[str, str], dict[str, tuple[int, ...]]]:
     bars = pd.read_csv(Path(__file__).with_suffix(".csv"), dtype=str)
     published: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for cluster, name, method, gpus, rate in bars.itertuples(index=False):
-        known = published.setdefault((cluster, name), {})
-        known[method] = (*known.get(method, ()), int(rate))
-        assert int(gpus) == GPUS[len(known[method]) - 1]
+        bars_of = published.setdefault((cluster, name), {})
+        bars_of[method] = (*bars_of.get(method, ()), int(rate))
+        assert int(gpus) == GPUS[len(bars_of[method]) - 1]
     return published
 
 
@@ -318,7 +318,7 @@ def _bars(
 ) -> list[Row]:
     """Return the bars of one panel at one number of GPUs."""
     place, images = GPUS.index(gpus), gpus * NETWORKS[name]
-    known = PUBLISHED[cluster, name]
+    published_bars = PUBLISHED[cluster, name]
     title = networks.network(name).title
 
     def row(method: str, sent: float, published: float | None, basis: str) -> Row:
@@ -337,13 +337,13 @@ def _bars(
             "basis": "taken" if alone else basis,
         }
 
-    made = [
-        row(FP32, 1.0, known["fp32"][place], "fitted"),
-        row(TERNGRAD, paper_share(name), known["terngrad"][place], "predicted"),
+    result = [
+        row(FP32, 1.0, published_bars["fp32"][place], "fitted"),
+        row(TERNGRAD, paper_share(name), published_bars["terngrad"][place], "predicted"),
     ]
-    own = registry.compressor("terngrad")
-    sent = share(own, check_legal(own), name, gpus // NODE) if gpus > NODE else 0.0
-    made.append(row(OWN, sent, known["terngrad"][place], "predicted"))
+    method = registry.compressor("terngrad")
+    sent = share(method, check_legal(method), name, gpus // NODE) if gpus > NODE else 0.0
+    result.append(row(OWN, sent, published_bars["terngrad"][place], "predicted"))
     for word, method in chosen.items():
         sent = 0.0
         if gpus > NODE:
@@ -351,31 +351,31 @@ def _bars(
                 sent = share(method, collectives[word], name, gpus // NODE)
             except UsageError as error:
                 raise UsageError(f"{word}: {error}") from None
-        made.append(row(f"{word} {collectives[word]}", sent, None, "no bar"))
-    return made
+        result.append(row(f"{word} {collectives[word]}", sent, None, "no bar"))
+    return result
 
 
 def _panels(bars: Sequence[Row]) -> list[Row]:
     """Return the median and the largest error of each panel and published method."""
-    made: list[Row] = []
+    rows: list[Row] = []
     for panel in dict.fromkeys(str(bar["panel"]) for bar in bars):
         for method in (FP32, TERNGRAD, OWN):
-            own = [bar for bar in bars if (bar["panel"], bar["method"]) == (panel, method)]
-            judged = [bar for bar in own if bar["error"] is not None]
+            mine = [bar for bar in bars if (bar["panel"], bar["method"]) == (panel, method)]
+            judged = [bar for bar in mine if bar["error"] is not None]
             errors = [abs(float(bar["error"] or 0)) for bar in judged]
             worst = max(zip(errors, judged, strict=True), key=lambda pair: pair[0])
-            made.append(
+            rows.append(
                 {
                     "panel": panel,
                     "method": method,
-                    "basis": own[-1]["basis"],
+                    "basis": mine[-1]["basis"],
                     "bars": len(judged),
                     "median": statistics.median(errors),
                     "largest": worst[0],
                     "largest_at": worst[1]["gpus"],
                 }
             )
-    return made
+    return rows
 
 
 def _fitted(fits: Mapping[str, Fit]) -> list[Row]:
@@ -410,8 +410,8 @@ def _bar(bars: Sequence[Row], cluster: str, name: str, gpus: int, method: str) -
 
 def _errors(bars: Sequence[Row], method: str) -> list[tuple[float, Row]]:
     """Return the size of the error in % of each bar of a method, with the bar."""
-    own = [bar for bar in bars if bar["method"] == method and bar["error"] is not None]
-    return [(100 * abs(float(bar["error"] or 0)), bar) for bar in own]
+    mine = [bar for bar in bars if bar["method"] == method and bar["error"] is not None]
+    return [(100 * abs(float(bar["error"] or 0)), bar) for bar in mine]
 
 
 def _summary(errors: Sequence[tuple[float, Row]]) -> str:
@@ -486,14 +486,14 @@ def draw(analysis: Analysis, path: Path) -> None:
         for (cluster, name), axes in zip(PUBLISHED, grid.flat, strict=True):
             panel = [b for b in bars if (b["cluster"], b["network"]) == (cluster, name)]
             for label in labels:
-                own = [bar for bar in panel if bar["method"] == label]
+                mine = [bar for bar in panel if bar["method"] == label]
                 style = {k: v for k, v in styles[label].items() if k != "marker"}
-                gpus = [float(bar["gpus"] or 0) for bar in own]
-                model = [float(bar["model"] or 0) / n for bar, n in zip(own, gpus, strict=True)]
+                gpus = [float(bar["gpus"] or 0) for bar in mine]
+                model = [float(bar["model"] or 0) / n for bar, n in zip(mine, gpus, strict=True)]
                 axes.plot(gpus, model, **style, label=f"{label}, model")
                 if label in (FP32, TERNGRAD):
                     read = [
-                        float(bar["published"] or 0) / n for bar, n in zip(own, gpus, strict=True)
+                        float(bar["published"] or 0) / n for bar, n in zip(mine, gpus, strict=True)
                     ]
                     axes.plot(
                         gpus,
@@ -502,8 +502,8 @@ def draw(analysis: Analysis, path: Path) -> None:
                         color=styles[label]["color"],
                         label=f"{label}, published",
                     )
-            told = [errors[panel[0]["panel"], label] for label in (FP32, TERNGRAD)]
-            off = " / ".join(f"{100 * float(row['median'] or 0):.1f}" for row in told)
+            pair = [errors[panel[0]["panel"], label] for label in (FP32, TERNGRAD)]
+            off = " / ".join(f"{100 * float(row['median'] or 0):.1f}" for row in pair)
             title = networks.network(name).title
             axes.set_title(f"{title}, median error {off} %", fontsize="small")
             axes.set_xscale("log", base=2)

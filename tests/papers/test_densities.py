@@ -64,15 +64,15 @@ def test_too_few_batches_are_an_error():
 
 def rows(gradient, noise, spread=1.1):
     """Six snapshots of three seeds; `gradient` and `noise` give the densities of (seed, step)."""
-    made = []
+    result = []
     for seed in range(3):
         for step in range(6):
             at = gradient(seed, step)
             ends = {"gradient_low": at / spread, "gradient_high": min(1.0, at * spread)}
-            made.append(
+            result.append(
                 {"seed": seed, "step": step, "gradient": at, "noise": noise(seed, step), **ends}
             )
-    return made
+    return result
 
 
 def wave(seed: int, step: int) -> float:
@@ -102,8 +102,8 @@ def test_what_is_not_so_does_not_hold(which, gradient, noise):
 
 
 def test_a_wide_bracket_tells_nothing():
-    found = verdict(rows(wave, lambda s, t: 1.2 * wave(s, t), spread=20.0))
-    assert found[:3] == ["holds", "cannot tell", "cannot tell"]
+    result = verdict(rows(wave, lambda s, t: 1.2 * wave(s, t), spread=20.0))
+    assert result[:3] == ["holds", "cannot tell", "cannot tell"]
     broken = rows(wave, wave)
     broken[3]["gradient_low"] = None
     assert verdict(broken)[1:] == ["cannot tell"] * 3
@@ -117,9 +117,9 @@ def test_one_seed_tells_nothing():
 def test_the_command(tmp_path, monkeypatch):
     words = ("--steps", 7, "--snapshots", 3, "--batches", 8, "--seed", "0,1")
     done = invoke(*words, "--results", tmp_path, "--json")
-    made = done.json
-    assert made["kind"] == "densities"
-    (claims, snapshots) = made["tables"]
+    result = done.json
+    assert result["kind"] == "densities"
+    (claims, snapshots) = result["tables"]
     assert [(row["seed"], row["step"]) for row in snapshots["rows"]] == [
         (seed, step) for seed in (0, 1) for step in (0, 3, 6)
     ]
@@ -133,12 +133,12 @@ def test_the_command(tmp_path, monkeypatch):
 
     monkeypatch.setattr(densities, "_train", trained)
     again = invoke(*words, "--results", tmp_path, "--json")
-    assert again.json == made
-    assert f"{folder} is finished; --force does it again" in again.err
+    assert again.json == result
+    assert f"{folder} is finished; --force" in again.err
     assert "it trains" in invoke(*words, "--results", tmp_path, "--force").err
     monkeypatch.setattr(measuring, "code", lambda module: "other")
     again = invoke(*words, "--results", tmp_path, "--json")
-    assert again.json == made
+    assert again.json == result
     assert "is finished, made by another version of the code; --force" in again.err
     bad = invoke("--seed", "0,0", "--results", tmp_path)
     assert bad.code == 2
@@ -172,7 +172,7 @@ def test_what_was_trained_before_a_stop_is_kept_and_dated(tmp_path, monkeypatch)
     done = invoke(*words, "--results", tmp_path, "--json")
     assert seeds == [0, 1, 1]
     assert done.json["provenance"]["started"] == "000"
-    assert "goes on from parts, made by another version of the code; --force" in done.err
+    assert "made by another version of the code; --force" in done.err
     again = invoke(
         *words, "--results", tmp_path, "--json"
     )  # of which a part still is the old one's

@@ -40,8 +40,8 @@ THROUGHPUT = ("--throughput", "300,70,34,55")
 def test_given_throughputs_and_a_resumed_timing(tmp_path) -> None:
     words = ["--results", tmp_path, "--elements", 20_000, "--compressor", "signsgd"]
     words += ["--threads", "1", "--progress", "none", "--json", *THROUGHPUT]
-    found = script(*words).json
-    tables = {table["name"]: table["rows"] for table in found["tables"]}
+    result = script(*words).json
+    tables = {table["name"]: table["rows"] for table in result["tables"]}
     symmetric = next(row for row in tables["readings"] if row["reading"] == "symmetric")
     assert symmetric["seconds_per_byte"] == pytest.approx(0.1371e-9, rel=1e-3)
     never = [
@@ -57,8 +57,8 @@ def test_given_throughputs_and_a_resumed_timing(tmp_path) -> None:
 def test_each_link_on_which_fft_pays_says_what_it_assumes(tmp_path, monkeypatch) -> None:
     words = ["--results", tmp_path, "--elements", 20_000, "--compressor", "fft"]
     words += ["--progress", "none", "--threads", "1", "--workers", "8", "--json"]
-    found = script(*words, *THROUGHPUT).json
-    tables = {table["name"]: table for table in found["tables"]}
+    result = script(*words, *THROUGHPUT).json
+    tables = {table["name"]: table for table in result["tables"]}
     rows = tables["break_even"]["rows"]
     readings = [row["reading"] for row in tables["readings"]["rows"]]
     assert [row["reading"] for row in rows[:-4]] == [f"equation (4), {name}" for name in readings]
@@ -79,20 +79,20 @@ def test_each_link_on_which_fft_pays_says_what_it_assumes(tmp_path, monkeypatch)
     both = [row[key] for row in links for key in ("links", "links_better")]
     assert [row["links"] for row in rows[-4:]] == both
 
-    def told(seconds: float) -> tuple[str, str]:
+    def text(seconds: float) -> tuple[str, str]:
         """Return the times in the table if each stage takes `seconds`, and the conclusions."""
         monkeypatch.setattr(
             fft_breakeven, "stages", lambda _: dict.fromkeys(fft_breakeven.STAGES, seconds)
         )
-        made = script(*words, "--force").json
-        own = next(table for table in made["tables"] if table["name"] == "break_even")
-        return own["rows"][1]["times"], " ".join(made["conclusions"])
+        built = script(*words, "--force").json
+        mine = next(table for table in built["tables"] if table["name"] == "break_even")
+        return mine["rows"][1]["times"], " ".join(built["conclusions"])
 
     disturbed = "the machine was busy"
-    times, said = told(1e-6)
+    times, message = text(1e-6)
     assert times.startswith("stages timed alone here, 1 thread")
-    assert disturbed not in said
-    assert disturbed in told(1.0)[1]
+    assert disturbed not in message
+    assert disturbed in text(1.0)[1]
 
 
 @pytest.mark.parametrize(("theta", "measured"), [("0.85", True), ("0.5", False)])
@@ -108,6 +108,6 @@ def test_only_the_measured_configuration_has_the_time_of_the_whole(tmp_path, the
      "--throughput 300", "--kernels absent.json"],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_its_flag(tmp_path, words):
-    found = script(*words.split(), "--results", tmp_path)
-    assert found.code == 2
-    assert words.split()[-1] in found.err or words.split()[0] in found.err
+    result = script(*words.split(), "--results", tmp_path)
+    assert result.code == 2
+    assert words.split()[-1] in result.err or words.split()[0] in result.err

@@ -38,8 +38,8 @@ def workers(n: int = 4000, count: int = 4, step: int = 0, seed: int = 0, scale: 
     """Gradients of `count` workers: one vector in common, and as much of their own."""
     common = normal(n, 100 + seed, scale)
     layers = (Layer("a.weight", "fully connected", (n // 40, 40)),)
-    own = [common + normal(n, 1000 * seed + 10 * step + rank, scale) for rank in range(count)]
-    return Gradients(layers, own, step, seed)
+    mine = [common + normal(n, 1000 * seed + 10 * step + rank, scale) for rank in range(count)]
+    return Gradients(layers, mine, step, seed)
 
 
 def verdict_of(rows, start: str) -> set[str]:
@@ -105,8 +105,8 @@ def test_normal_values_favour_uniform_and_heavy_tails_the_range_float():
     assert verdict_of(bins, "10 bits: error of range float / uniform") == {"does not hold"}
 
     def heavy(step, seed):
-        found = workers(step=step, seed=seed)
-        return Gradients(found.layers, [x**7 for x in found.buckets], step, seed)
+        result = workers(step=step, seed=seed)
+        return Gradients(result.layers, [x**7 for x in result.buckets], step, seed)
 
     tails = [row for row in number_formats.judge(formats(heavy)) if row["values"] != "largest bins"]
     assert verdict_of(tails, "10 bits: error of range float / uniform") == {"holds"}
@@ -117,8 +117,8 @@ def test_a_broken_range_float_does_not_hold(monkeypatch):
         return number_formats.range_float(x, bits, 0)
 
     monkeypatch.setitem(number_formats.FORMATS, number_formats.RANGE, coarse)
-    found = number_formats.judge(formats())
-    assert verdict_of(found, "10 bits: error of range float /") == {"does not hold"}
+    result = number_formats.judge(formats())
+    assert verdict_of(result, "10 bits: error of range float /") == {"does not hold"}
     monkeypatch.setitem(number_formats.FORMATS, number_formats.RANGE, lambda x, n, m: x / 0)
     assert verdict_of(number_formats.judge(formats()), "10 bits: error of range float /") == {
         "cannot tell"
@@ -255,8 +255,8 @@ def test_codes_noisier_than_a_batch_do_not_hold():
     assert judged[2]["verdict"] == "does not hold"
 
     def flat(step, seed):
-        found = workers(step=step, seed=seed)
-        return Gradients(found.layers, [x.sign() for x in found.buckets], step, seed)
+        result = workers(step=step, seed=seed)
+        return Gradients(result.layers, [x.sign() for x in result.buckets], step, seed)
 
     none = noise_rows(registry.compressor("terngrad", clip=0.0), flat)
     assert ternary_noise.judge(none)[2]["verdict"] == "holds"
@@ -284,11 +284,11 @@ def range_rows(factor: float) -> list[dict]:
     settings = fft_range.Settings(first=2)
     rows = []
     for seed in range(3):
-        given = fft_range.estimate([workers(step=step, seed=seed) for step in range(2)], settings)
+        options = fft_range.estimate([workers(step=step, seed=seed) for step in range(2)], settings)
         for step in (2, 3):
             later = workers(step=step, seed=seed, scale=factor)
-            found = fft_range.measure(later, settings, given)
-            rows.append({"seed": seed, "step": step, **found})
+            result = fft_range.measure(later, settings, options)
+            rows.append({"seed": seed, "step": step, **result})
     return rows
 
 
@@ -301,14 +301,14 @@ def test_a_range_that_lasts_holds_and_one_that_does_not_says_no():
 
 
 def test_the_range_is_that_of_all_workers_and_steps():
-    found = [workers(step=step) for step in range(3)]
+    result = [workers(step=step) for step in range(3)]
     settings = fft_range.Settings(margin=2.0)
-    low, high = fft_range.estimate(found, settings)
-    segments = found[0].segments(settings.method())
-    kept = [fft_range.kept_values(x, segments, 0.85) for one in found for x in one.buckets]
-    assert low == pytest.approx(2 * min(float(values.min()) for values in kept))
-    assert high == pytest.approx(2 * max(float(values.max()) for values in kept))
-    silent = Gradients(found[0].layers, [torch.zeros(4000)] * 2)
+    low, high = fft_range.estimate(result, settings)
+    segments = result[0].segments(settings.method())
+    remaining = [fft_range.kept_values(x, segments, 0.85) for one in result for x in one.buckets]
+    assert low == pytest.approx(2 * min(float(values.min()) for values in remaining))
+    assert high == pytest.approx(2 * max(float(values.max()) for values in remaining))
+    silent = Gradients(result[0].layers, [torch.zeros(4000)] * 2)
     with pytest.raises(GcbenchError, match="from 0 to 0"):
         fft_range.estimate([silent], settings)
 

@@ -48,11 +48,11 @@ def test_the_fit_finds_parameters_that_made_the_bars(monkeypatch) -> None:
 
 
 def test_figure_5_is_predicted(tmp_path) -> None:
-    found = invoke(
+    result = invoke(
         *("--results", tmp_path, "--json", "--compressor", "signsgd"),
         main=partial(_paper.main, terngrad_figure5),
     )
-    tables = {table["name"]: table["rows"] for table in found.json["tables"]}
+    tables = {table["name"]: table["rows"] for table in result.json["tables"]}
     bars = tables["bars"]
     assert len(bars) == 2 * 3 * 10 * 4
 
@@ -83,9 +83,9 @@ def test_figure_5_is_predicted(tmp_path) -> None:
         assert len(away) == (21 if where else 42)
         assert statistics.median(away) == pytest.approx(median, rel=0.03)
         assert max(away) == pytest.approx(largest, rel=0.03)
-    told = " ".join(found.json["conclusions"])
-    assert "22 parameters are fitted to 48 bars of fp32, 12 bars" in told
-    assert "the 21 of 1G Ethernet: median error 11 %, largest 43 % (VGG-A" in told
+    text = " ".join(result.json["conclusions"])
+    assert "22 parameters are fitted to 48 bars of fp32, 12 bars" in text
+    assert "the 21 of 1G Ethernet: median error 11 %, largest 43 % (VGG-A" in text
     for row in tables["fit"]:
         if row["parameter"].startswith("h "):
             assert abs(row["value"] - 0.5) < 0.025
@@ -93,9 +93,9 @@ def test_figure_5_is_predicted(tmp_path) -> None:
     folder = next(tmp_path.iterdir())
     assert (folder / "terngrad-figure5.png").stat().st_size > 20_000
     assert len(load(folder).table("panels").rows) == 18
-    own = {row["gpus"]: row["sent"] for row in bars if row["method"] == terngrad_figure5.OWN}
+    mine = {row["gpus"]: row["sent"] for row in bars if row["method"] == terngrad_figure5.OWN}
     assert (
-        own[512] > own[8] > terngrad_figure5.paper_share("vgg-a")
+        mine[512] > mine[8] > terngrad_figure5.paper_share("vgg-a")
     )  # sums of more nodes, more bits
 
 

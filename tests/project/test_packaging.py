@@ -75,10 +75,10 @@ def test_the_wheel_has_the_reference_rows_and_the_measurement(wheel, tmp_path):
     empty.mkdir()
     words = ["advise", "--compressor", "terngrad", "--model", "resnet20", "--json"]
     words += ["--progress", "none"]
-    found = json.loads(python("-m", "gcbench", *words, path=site, cwd=empty))
+    result = json.loads(python("-m", "gcbench", *words, path=site, cwd=empty))
     for path in ROOT.glob("results/reference/*.parquet"):
-        assert f"gcbench's {path.name}" in found["conclusions"][0]
-    assert found["tables"][0]["rows"][0]["over_fp32_low"] > 0  # by the measured kernels
+        assert f"gcbench's {path.name}" in result["conclusions"][0]
+    assert result["tables"][0]["rows"][0]["over_fp32_low"] > 0  # by the measured kernels
     for path in (site / "gcbench/results").rglob("*.*"):
         if path.suffix != ".py":
             path.unlink()
@@ -120,8 +120,8 @@ def test_without_a_compiler_the_reference_serves_and_says_so(tmp_path, monkeypat
     with zipfile.ZipFile(path) as file:
         file.extractall(tmp_path / "site")
     words = ["-m", "gcbench", "list", "backends", "--json"]
-    told = python(*words, path=tmp_path / "site", cwd=tmp_path)
-    (row,) = (row for row in json.loads(told) if row["name"] == "cpu")
+    message = python(*words, path=tmp_path / "site", cwd=tmp_path)
+    (row,) = (row for row in json.loads(message) if row["name"] == "cpu")
     assert not row["available"]
     assert "the library was not built" in row["detail"]
     monkeypatch.setenv("GCBENCH_REQUIRE_NATIVE", "1")
@@ -140,8 +140,8 @@ def test_the_wheel_works_beside_a_folder_of_the_same_name(wheel, tmp_path):
     )
     assert {row["name"] for row in rows} >= {"none", "terngrad"}
     code = "import tasks, gcbench; print(tasks.mine, gcbench.__file__)"
-    told = python("-c", code, path=site, cwd=empty)
-    assert told.split() == ["True", str(site / "gcbench/__init__.py")]
+    text = python("-c", code, path=site, cwd=empty)
+    assert text.split() == ["True", str(site / "gcbench/__init__.py")]
 
 
 def test_our_cuda_folder_shadows_nobody(tmp_path):
@@ -150,8 +150,8 @@ def test_our_cuda_folder_shadows_nobody(tmp_path):
     (tmp_path / "cuda" / "pathfinder.py").write_text("value = 'theirs'\n")
     assert (ROOT / "cuda").is_dir()
     for path in (tmp_path, f"{ROOT}{os.pathsep}{tmp_path}"):
-        told = python("-c", "import gcbench, cuda.pathfinder as p; print(p.value)", path=path)
-        assert told == "theirs\n"
+        text = python("-c", "import gcbench, cuda.pathfinder as p; print(p.value)", path=path)
+        assert text == "theirs\n"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
@@ -162,9 +162,9 @@ def test_help_imports_nothing_heavy(words):
         f"sys.argv = ['gcbench', *{words}]\n"
         "from gcbench.cli import main; main()\n"
     )
-    told = python("-c", code)
-    assert "Usage: gcbench" in told
-    modules = set(told.rpartition("modules ")[2].split())
+    text = python("-c", code)
+    assert "Usage: gcbench" in text
+    modules = set(text.rpartition("modules ")[2].split())
     heavy = {"torch", "numpy", "yaml", "pyarrow", "matplotlib", "sklearn", "pooch"}
     assert "gcbench.cli" in modules
     assert modules & heavy == set()
@@ -200,9 +200,9 @@ def sources() -> list[str]:
 
 @pytest.mark.parametrize("name", sources())
 def test_examples_in_docstrings_are_true(name):
-    found = doctest.testmod(importlib.import_module(name))
-    assert found.attempted > 0
-    assert found.failed == 0
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_some_docstrings_have_examples():

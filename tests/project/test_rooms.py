@@ -31,14 +31,14 @@ ANYWHERE = "_version"
 
 def modules() -> dict[str, Path]:
     """Return the files of the package, by the module that each is."""
-    found = {}
+    result = {}
     for path in sorted((ROOT / "gcbench").rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        result[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return result
 
 
-def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[str, bool]]:
+def imported(path: Path, defaults: dict[str, Path]) -> Iterator[tuple[str, bool]]:
     """Yield the modules of gcbench that a file imports, and whether it does so when it is read.
 
     Imports for type checkers alone are left out: they are not made.
@@ -57,7 +57,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[tuple[str, bool]]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in known else node.module for name in full]
+            names = [name if name in defaults else node.module for name in full]
         else:
             continue
         for name in names:
@@ -69,17 +69,17 @@ def room(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
-def wrong_directions(files: dict[str, Path], known: dict[str, Path]) -> list[str]:
-    found = []
+def wrong_directions(files: dict[str, Path], defaults: dict[str, Path]) -> list[str]:
+    result = []
     for module, path in files.items():
-        own = room(module)
-        if module in DOOR or own == ANYWHERE:
+        mine = room(module)
+        if module in DOOR or mine == ANYWHERE:
             continue
-        for name, _ in imported(path, known):
+        for name, _ in imported(path, defaults):
             other = room(name)
-            if other not in ("", ANYWHERE, own, *BELOW[own]):
-                found.append(f"{module} imports {name}")
-    return found
+            if other not in ("", ANYWHERE, mine, *BELOW[mine]):
+                result.append(f"{module} imports {name}")
+    return result
 
 
 def test_every_module_is_in_a_room():
@@ -88,15 +88,15 @@ def test_every_module_is_in_a_room():
 
 
 def test_imports_run_one_way():
-    known = modules()
-    assert wrong_directions(known, known) == []
+    defaults = modules()
+    assert wrong_directions(defaults, defaults) == []
 
 
-def circle(known: dict[str, Path]) -> list[str]:
+def circle(defaults: dict[str, Path]) -> list[str]:
     """Return the modules of a circle of imports that are made when modules are read; none: []."""
     graph = {
-        module: {name for name, at_once in imported(path, known) if at_once} - {module}
-        for module, path in known.items()
+        module: {name for name, at_once in imported(path, defaults) if at_once} - {module}
+        for module, path in defaults.items()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -106,16 +106,18 @@ def circle(known: dict[str, Path]) -> list[str]:
 
 
 def test_there_is_no_circle():
-    known = modules()
-    packages = {module for module, path in known.items() if path.name == "__init__.py"}
+    defaults = modules()
+    packages = {module for module, path in defaults.items() if path.name == "__init__.py"}
     # A package is imported before its modules, and it may import them.
-    assert circle({m: p for m, p in known.items() if m not in packages or m == "gcbench.ops"}) == []
+    assert (
+        circle({m: p for m, p in defaults.items() if m not in packages or m == "gcbench.ops"}) == []
+    )
 
 
 @pytest.mark.parametrize("folder", ["compressors", "tasks"])
 def test_plugins_import_the_contract_and_operations_alone(folder):
-    known = modules()
+    defaults = modules()
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for name, _ in imported(path, known):
+        for name, _ in imported(path, defaults):
             allowed = name == "gcbench" or name.startswith((*PLUGINS, f"gcbench.{folder}"))
             assert allowed, f"{path.name} imports {name}"

@@ -17,6 +17,6 @@ def test_the_words_are_listed() -> None:
 
 def test_a_long_table_points_to_the_glossary(tmp_path: Path) -> None:
     write(tmp_path, *(summary(f"m{i}", 0, 0.9) for i in range(glossary.LONG + 1)))
-    assert glossary.POINTER in invoke("compare", tmp_path).out
+    assert glossary.POINTER in invoke("compare", tmp_path, "--details").out
     write(tmp_path / "few", *BASE)
-    assert glossary.POINTER not in invoke("compare", tmp_path / "few").out
+    assert glossary.POINTER not in invoke("compare", tmp_path / "few", "--details").out

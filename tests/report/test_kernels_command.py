@@ -29,10 +29,10 @@ MOVED = {
     "topk.encode_feedback": 12,
     "onebit.encode_feedback": 12.125,
 }
-"""Bytes an element, but for positions, values and scales of 1 % and less."""
+"""Bytes per element, except for positions, values and scales of 1 % and less."""
 
 
-def row(**given):
+def row(**options):
     return {
         "op": "ternary_encode",
         "backend": "cpu avx512",
@@ -48,7 +48,7 @@ def row(**given):
         "iqr": 0.001,
         "fastest": 0.009,
         "rounds": 7,
-        **given,
+        **options,
     }
 
 
@@ -91,7 +91,7 @@ def test_ratios_are_those_of_the_row_and_its_own_eager_and_copy(saved):
         row(threads=2, seconds=0.005),
         row(op="ternary_merge8"),
     )
-    text = invoke("kernels", path).out
+    text = invoke("kernels", path, "--details").out
     one, two = text.split("25e6: 25,000,000 elements, 2 threads")
     # 12.5 ms / 10 ms; 800 ms / 10 ms; 1.25 * 4.25 / 8
     assert cells(one, "ternary_encode", "cpu avx512") == ["10.0", "10.0", "1.25", "80.0", "66.4"]
@@ -108,7 +108,7 @@ def test_what_lies_around_short_calls_has_a_column_where_there_are_any(saved):
         row(size="1e4", around_seconds=2.5e-6),
         row(size="1e4", backend="reference"),
     )
-    text = invoke("kernels", path).out
+    text = invoke("kernels", path, "--details").out
     long, short = text.split("1e4: 25,000,000 elements")
     assert "us around" not in long
     assert "us around" in short.split("Example")[0]
@@ -123,7 +123,7 @@ def test_what_lies_around_short_calls_has_a_column_where_there_are_any(saved):
 def test_a_narrow_terminal_cuts_no_cell(saved, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     path = saved(row(), row(op="efsignsgd.encode_feedback", seconds=0.123456))
-    text = invoke("kernels", path).out
+    text = invoke("kernels", path, "--details").out
     for cell in (
         "10.0",
         "1.25",
@@ -144,7 +144,9 @@ def test_a_narrow_terminal_cuts_no_cell(saved, width, monkeypatch):
 
 def test_selection_keeps_the_ratio_to_eager(saved):
     path = saved(row(), row(backend="eager", seconds=0.8), row(op="pack", size="1e4"))
-    text = invoke("kernels", path, "--op", "encode", "--backend", "cpu", "--size", "25e6").out
+    text = invoke(
+        "kernels", path, "--op", "encode", "--backend", "cpu", "--size", "25e6", "--details"
+    ).out
     assert cells(text, "ternary_encode", "cpu avx512")[3] == "80.0"
     assert "eager  " not in text.split("Example")[0].replace("x eager", "")
     assert "1e4" not in text
@@ -173,10 +175,10 @@ def test_markdown(saved):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         (None, "No such file or directory; `make bench` in a checkout writes"),
-        ("no", "is no JSON"),
+        ("no", "is not JSON"),
         ("[]", "holds no timings"),
         ('{"benchmarks": []}', "holds no timings of `make bench` (KeyError('machine_info'))"),
         (json.dumps(document(row(seconds=0))), "(rows.0.seconds: Input should be greater than 0)"),
@@ -184,13 +186,13 @@ def test_markdown(saved):
         (json.dumps(document()), "no timings to show"),
     ],
 )
-def test_other_files_are_refused(tmp_path, content, said):
+def test_other_files_are_refused(tmp_path, content, expected):
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)
     result = invoke("kernels", path)
     assert result.code == 2
-    assert said in result.err
+    assert expected in result.err
     assert len(result.err.splitlines()) == 1
 
 
@@ -272,7 +274,7 @@ def test_the_benchmarks_write_what_the_command_reads(tmp_path):
         )
     assert "samples" not in path.read_text()
     assert '"data"' not in path.read_text()
-    assert "10,000 elements" in invoke("kernels", path).out
+    assert "10,000 elements" in invoke("kernels", path, "--details").out
 
 
 def test_the_suite_does_not_run_the_benchmarks(request):

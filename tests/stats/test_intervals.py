@@ -22,7 +22,7 @@ def test_quantiles_are_scipys(level: float) -> None:
 
 
 def plain_front(values: np.ndarray, sizes: np.ndarray) -> list[bool]:
-    means, found = np.nanmean(values, axis=1), []
+    means, result = np.nanmean(values, axis=1), []
     for i, mine in enumerate(values):
         beaten = False
         for j, theirs in enumerate(values):
@@ -34,8 +34,8 @@ def plain_front(values: np.ndarray, sizes: np.ndarray) -> list[bool]:
                 beaten |= bool(lead.mean() > half)
             else:
                 beaten |= means[j] >= means[i] and (means[j] > means[i] or sizes[j] < sizes[i])
-        found.append(not beaten)
-    return found
+        result.append(not beaten)
+    return result
 
 
 @pytest.mark.parametrize("missing", [0.0, 0.4])

@@ -30,15 +30,15 @@ def frame(**values: dict[int, float]) -> pd.DataFrame:
             **{"skipped_steps": 0, "uncompressed": name == "none", "sign": 1},
             "examples": math.nan,
         }
-        for name, own in values.items()
-        for seed, value in own.items()
+        for name, mine in values.items()
+        for seed, value in mine.items()
     ]
     return pd.DataFrame(lines)
 
 
 def against_none(runs: pd.DataFrame) -> pd.DataFrame:
-    found = seeds.per_config(runs)
-    return seeds.against_baselines(runs, found.assign(baseline="none"))
+    result = seeds.per_config(runs)
+    return seeds.against_baselines(runs, result.assign(baseline="none"))
 
 
 NONE = {0: 0.50, 1: 0.60, 2: 0.70}
@@ -52,25 +52,25 @@ def test_half_the_interval_of_a_mean() -> None:
 
 
 def test_statistics_leave_out_seeds_that_diverged() -> None:
-    found = seeds.per_config(frame(none=NONE, x={0: 0.5, 1: math.nan, 2: 0.7}, y={0: math.nan}))
-    assert list(found["n"]) == [3, 2, 0]
-    assert list(found["diverged"]) == [0, 1, 1]
-    assert found["mean"]["x"] == pytest.approx(0.6)
-    assert found["sd"]["x"] == pytest.approx(0.02**0.5)  # n - 1 = 1
-    assert math.isnan(found["mean"]["y"])
-    assert found["half_interval"]["y"] == 0
+    result = seeds.per_config(frame(none=NONE, x={0: 0.5, 1: math.nan, 2: 0.7}, y={0: math.nan}))
+    assert list(result["n"]) == [3, 2, 0]
+    assert list(result["diverged"]) == [0, 1, 1]
+    assert result["mean"]["x"] == pytest.approx(0.6)
+    assert result["sd"]["x"] == pytest.approx(0.02**0.5)  # n - 1 = 1
+    assert math.isnan(result["mean"]["y"])
+    assert result["half_interval"]["y"] == 0
 
 
 def test_differences_are_of_common_seeds_and_never_of_a_diverged_one() -> None:
     """Of x and none seeds 1 and 2 are common, and finished by both: +0.1 and +0.2."""
     runs = frame(none=NONE | {3: math.nan}, x={1: 0.70, 2: 0.90, 3: 0.0, 9: 0.0}, y={9: 0.8})
-    found = against_none(runs)
-    assert list(found["pairs"]) == [0, 2, 0]
-    assert found["difference"]["x"] == pytest.approx(0.15)
-    assert found["difference_sd"]["x"] == pytest.approx(0.1 / 2**0.5)
-    assert found["difference"]["y"] == pytest.approx(0.2)  # of the two means
-    assert math.isnan(found["difference_low"]["y"])
-    assert math.isnan(found["difference"]["none"])
+    result = against_none(runs)
+    assert list(result["pairs"]) == [0, 2, 0]
+    assert result["difference"]["x"] == pytest.approx(0.15)
+    assert result["difference_sd"]["x"] == pytest.approx(0.1 / 2**0.5)
+    assert result["difference"]["y"] == pytest.approx(0.2)  # of the two means
+    assert math.isnan(result["difference_low"]["y"])
+    assert math.isnan(result["difference"]["none"])
 
 
 @pytest.mark.parametrize(
@@ -87,50 +87,50 @@ def test_a_row_is_better_or_worse_by_its_interval_alone(
     leads: tuple[float, ...], sign: int, above: bool, below: bool
 ) -> None:
     runs = frame(none=NONE, x={seed: NONE[seed] + lead for seed, lead in enumerate(leads)})
-    found = against_none(runs.assign(sign=sign)).loc["x"]
-    assert (found["above_baseline"], found["below_baseline"]) == (above, below)
+    result = against_none(runs.assign(sign=sign)).loc["x"]
+    assert (result["above_baseline"], result["below_baseline"]) == (above, below)
 
 
 def test_in_band_says_on_which_side() -> None:
     values = {"in": 0.6, "high": 0.71, "low": 0.49}
     runs = frame(none=NONE, **{name: {7: value} for name, value in values.items()})
-    found = against_none(runs)["in_band"]
-    assert list(found) == ["baseline", "yes", "no: better", "no: worse"]
-    found = against_none(runs.assign(sign=-1))["in_band"]
-    assert list(found) == ["baseline", "yes", "no: worse", "no: better"]
+    result = against_none(runs)["in_band"]
+    assert list(result) == ["baseline", "yes", "no: better", "no: worse"]
+    result = against_none(runs.assign(sign=-1))["in_band"]
+    assert list(result) == ["baseline", "yes", "no: worse", "no: better"]
 
 
 def test_in_band_tells_no_side_where_the_interval_holds_zero() -> None:
     """Below the band's 0.5 by the mean, but from 0.3 below to 0.1 above seed by seed."""
     runs = frame(none={0: 0.5, 1: 0.5, 2: 0.5}, x={0: 0.2, 1: 0.6, 2: 0.5}, y={0: 0.4, 1: 0.4})
-    found = against_none(runs)["in_band"]
-    assert list(found) == ["baseline", "no: not told apart", "no: worse"]
+    result = against_none(runs)["in_band"]
+    assert list(result) == ["baseline", "no: indistinguishable", "no: worse"]
 
 
 def test_the_front_of_each_budget() -> None:
     runs = frame(a={0: 0.9}, b={0: 0.9}, c={0: 0.8}, d={0: math.nan}, e={0: 0.1})
-    found = seeds.per_config(runs)
-    found["budget"] = [0, 0, 0, 0, 1]
-    assert list(ranks.on_front(runs, found)) == [True, True, False, False, True]
-    found.loc["c", "payload_bytes_step"] = 1.0
-    assert list(ranks.on_front(runs, found)) == [True, True, True, False, True]
-    found.loc["b", "payload_bytes_step"] = 2.0  # as good as a, for fewer bytes
-    assert list(ranks.on_front(runs, found)) == [False, True, True, False, True]
+    result = seeds.per_config(runs)
+    result["budget"] = [0, 0, 0, 0, 1]
+    assert list(ranks.on_front(runs, result)) == [True, True, False, False, True]
+    result.loc["c", "payload_bytes_step"] = 1.0
+    assert list(ranks.on_front(runs, result)) == [True, True, True, False, True]
+    result.loc["b", "payload_bytes_step"] = 2.0  # as good as a, for fewer bytes
+    assert list(ranks.on_front(runs, result)) == [False, True, True, False, True]
 
 
 def test_the_front_of_several_seeds_is_by_intervals() -> None:
     """b is better than a by its mean alone, c by its interval; both have fewer bytes."""
     a = {0: 0.5, 1: 0.5, 2: 0.5}
     runs = frame(a=a, b={0: 0.4, 1: 0.7, 2: 0.5})
-    found = seeds.per_config(runs).assign(budget=0)
-    found.loc["b", "payload_bytes_step"] = 1.0
-    assert list(ranks.on_front(runs, found)) == [True, True]
+    result = seeds.per_config(runs).assign(budget=0)
+    result.loc["b", "payload_bytes_step"] = 1.0
+    assert list(ranks.on_front(runs, result)) == [True, True]
     runs = frame(a=a, c={0: 0.6, 1: 0.61, 2: 0.6})
-    found = seeds.per_config(runs).assign(budget=0)
-    assert list(ranks.on_front(runs, found)) == [False, True]  # for as many bytes
-    assert list(ranks.on_front(runs.assign(sign=-1), found.assign(sign=-1))) == [True, False]
-    found.loc["c", "payload_bytes_step"] *= 2
-    assert list(ranks.on_front(runs, found)) == [True, True]
+    result = seeds.per_config(runs).assign(budget=0)
+    assert list(ranks.on_front(runs, result)) == [False, True]  # for as many bytes
+    assert list(ranks.on_front(runs.assign(sign=-1), result.assign(sign=-1))) == [True, False]
+    result.loc["c", "payload_bytes_step"] *= 2
+    assert list(ranks.on_front(runs, result)) == [True, True]
 
 
 def test_a_target_met_in_fewer_steps_is_told_by_its_interval() -> None:
@@ -143,8 +143,8 @@ def test_a_target_met_in_fewer_steps_is_told_by_its_interval() -> None:
         *(100, 500, 500),
         *(200, math.inf, math.inf),
     ]
-    found = against_none(runs)["faster"]
-    assert found.to_dict() == {"none": False, "sooner": True, "mixed": False, "missed": False}
+    result = against_none(runs)["faster"]
+    assert result.to_dict() == {"none": False, "sooner": True, "mixed": False, "missed": False}
 
 
 def values(**leads: list[float]) -> pd.DataFrame:
@@ -164,12 +164,12 @@ def test_ranks_need_intervals_of_all_pairs_together() -> None:
 
 
 def test_places_overlap_where_two_rows_are_not_told_apart() -> None:
-    """a is better than c; b is told apart from neither, and none of them from its neighbour."""
+    """a is better than c; all other pairs are indistinguishable."""
     noise = [0.01, -0.01, 0.0, 0.01, -0.01]
     b = [0.03 + e for e in (0.05, -0.05, 0.0, 0.05, -0.05)]
-    made = values(a=[0.06] * 5, b=b, c=noise, d=[-1 + e for e in noise])
-    assert ranks.places(made, 1) == ["1-2", "1-3", "2-3", "4"]
-    assert ranks.places(-made, -1) == ["1-2", "1-3", "2-3", "4"]
+    result = values(a=[0.06] * 5, b=b, c=noise, d=[-1 + e for e in noise])
+    assert ranks.places(result, 1) == ["1-2", "1-3", "2-3", "4"]
+    assert ranks.places(-result, -1) == ["1-2", "1-3", "2-3", "4"]
 
 
 def test_no_rank_from_few_seeds_or_of_one_row() -> None:
@@ -182,8 +182,8 @@ def test_no_rank_from_few_seeds_or_of_one_row() -> None:
 def test_a_row_of_few_seeds_takes_no_place_from_the_others() -> None:
     """Nor does it make their intervals wider: a leads b in one pair, and would not in three."""
     lead = [0.001, 0.006, 0.010, 0.014, 0.019]
-    made = values(a=lead, few=[9.0, 9.0, 9.0, 9.0, math.nan], b=[0.0] * 5)
-    assert ranks.places(made, 1) == ["1", "-", "2"]
+    result = values(a=lead, few=[9.0, 9.0, 9.0, 9.0, math.nan], b=[0.0] * 5)
+    assert ranks.places(result, 1) == ["1", "-", "2"]
     # Five seeds each, of which c shares four with the others: nothing is known of it.
     apart = pd.DataFrame(
         {"a": [1.0] * 5 + [math.nan], "b": [0.0] * 5 + [math.nan], "c": [math.nan] + [5.0] * 5}
@@ -195,9 +195,9 @@ def test_a_row_of_few_seeds_takes_no_place_from_the_others() -> None:
 
 
 def test_records_have_none_for_nan_and_plain_numbers() -> None:
-    made = records(pd.DataFrame({"n": [1, 2], "x": [0.5, math.nan], "t": ["a", None]}))
-    assert made == [{"n": 1, "x": 0.5, "t": "a"}, {"n": 2, "x": None, "t": None}]
-    assert [type(value) for value in made[0].values()] == [int, float, str]
+    result = records(pd.DataFrame({"n": [1, 2], "x": [0.5, math.nan], "t": ["a", None]}))
+    assert result == [{"n": 1, "x": 0.5, "t": "a"}, {"n": 2, "x": None, "t": None}]
+    assert [type(value) for value in result[0].values()] == [int, float, str]
     assert records(pd.DataFrame({"x": [math.inf]})) == [{"x": math.inf}]
 
 
@@ -213,8 +213,8 @@ def test_the_resolution_agrees_with_the_exact_test(examples: int) -> None:
     """k examples, all in one direction: the verdict is that of the binomial test (McNemar's)."""
     for changed in range(1, 15):
         difference = changed / examples
-        told = difference > intervals.resolution(difference, float(examples))
-        assert told == (stats.binomtest(changed, changed).pvalue < 0.05), changed
+        text = difference > intervals.resolution(difference, float(examples))
+        assert text == (stats.binomtest(changed, changed).pvalue < 0.05), changed
 
 
 def test_the_resolution_by_hand() -> None:
@@ -246,18 +246,18 @@ def summaries(name: str, right: list[int], **over: object) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("lost", "told"), [(1, False), (5, False), (6, True)])
+@pytest.mark.parametrize(("lost", "expected"), [(1, False), (5, False), (6, True)])
 def test_a_difference_below_the_resolution_has_no_verdict(
-    tmp_path: Path, lost: int, told: bool
+    tmp_path: Path, lost: int, expected: bool
 ) -> None:
     """Three seeds with one of 360 images each printed "-0.28 [-0.28, -0.28] worse"."""
     none = summaries("none", [347, 344, 341])
     runs = load([write(tmp_path, *none, *summaries("x", [347 - lost, 344 - lost, 341 - lost]))])
     row = next(row for row in rows(runs) if row.method == "x")
     assert row.examples == 360
-    assert row.below_baseline == told
+    assert row.below_baseline == expected
     low, high = row.interval
-    assert (low < 0 < high) != told
+    assert (low < 0 < high) != expected
     for format in ("table", "latex", "markdown"):
         text = render([row], format)
         assert f"-{100 * lost / 360:.2f} [" in text.replace("$", "").replace("−", "-")
@@ -268,7 +268,7 @@ def test_one_seed_below_the_resolution_has_no_verdict(tmp_path: Path) -> None:
     none = summaries("none", [347, 346])
     runs = load([write(tmp_path, *none, *summaries("x", [344]), *summaries("y", [300]))])
     words = {row.method: row.in_band for row in rows(runs)}
-    assert words["x"] == "no: not told apart"
+    assert words["x"] == "no: indistinguishable"
     assert words["y"] == "no: worse"
 
 
@@ -279,10 +279,10 @@ def test_places_need_more_than_the_resolution() -> None:
 
 
 def test_the_size_of_a_test_set_is_recorded_or_seen(tmp_path: Path) -> None:
-    given = [summary("x", 0, 0.9), summary("none", 0, 0.5)]
-    sizes = seeds.examples(load([write(tmp_path / "a", *given)]))
+    options = [summary("x", 0, 0.9), summary("none", 0, 0.5)]
+    sizes = seeds.examples(load([write(tmp_path / "a", *options)]))
     assert list(sizes.values()) == [10_000]
-    seen = [{**one, "test_examples": None} for one in given]
+    seen = [{**one, "test_examples": None} for one in options]
     seen[0]["test_accuracy"] = 347 / 360
     assert list(seeds.examples(load([write(tmp_path / "b", *seen)])).values()) == [360]
     seen[0]["test_accuracy"] = math.pi / 4

@@ -747,7 +747,7 @@ def test_wrong_flags_say_what_is_allowed(tmp_path) -> None:
         (("--methods", "topc"), "Did you mean 'topk'"),
         (("--task", "digit"), "Did you mean 'digits'"),
         (("--lr", "-1"), "greater than 0"),
-        (("--plot", "x.gif"), "the ending says the format"),
+        (("--plot", "x.gif"), ".png"),
         (("--workers", "3"), "does not divide"),
         (("--weights", "nothing[0]", "--claims", "signsgd/*"), "unknown tensor"),
     ):

@@ -19,7 +19,7 @@ from gcbench.report.analysis import Analysis, Ledger, MissingTableError, Shown, 
 from gcbench.studies import methods
 
 
-def made(**changes) -> Analysis:
+def example(**changes) -> Analysis:
     first = Table(
         name="times",
         title="Time of an encode",
@@ -37,7 +37,7 @@ def made(**changes) -> Analysis:
         ],
     )
     bins = Table(name="bins", title="for the picture", rows=[{"left": 0.5, "count": 3}])
-    known = {
+    defaults = {
         "kind": "test",
         "settings": {"b": 1, "a": [2]},
         "command": "gcbench test",
@@ -45,14 +45,14 @@ def made(**changes) -> Analysis:
         "conclusions": ["It holds."],
         "tables": [first, bins],
     }
-    return Analysis(**{**known, **changes})
+    return Analysis(**{**defaults, **changes})
 
 
 def test_an_analysis_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    folder = measuring.save(made(), tmp_path)
+    folder = measuring.save(example(), tmp_path)
     assert folder.name == f"test-{measuring.digest({'a': [2], 'b': 1})}"
     back = measuring.load(folder)
-    assert measuring.document(back) == measuring.document(made(provenance=back.provenance))
+    assert measuring.document(back) == measuring.document(example(provenance=back.provenance))
     assert back.table("times").rows[1]["seconds"] is None
     rows = pq.read_table(folder / "times.parquet").to_pylist()
     assert rows == back.table("times").rows == json.loads((folder / "times.json").read_text())
@@ -62,7 +62,7 @@ def test_an_analysis_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_no_flipped_bit_of_an_analysis_is_read(tmp_path: Path) -> None:
-    folder = measuring.save(made(), tmp_path)
+    folder = measuring.save(example(), tmp_path)
     before = measuring.document(measuring.load(folder))
     draw = random.Random(0)
     for path in folder.iterdir():
@@ -80,7 +80,7 @@ def test_no_flipped_bit_of_an_analysis_is_read(tmp_path: Path) -> None:
 
 
 def test_an_analysis_without_digests_is_refused(tmp_path: Path) -> None:
-    folder = measuring.save(made(), tmp_path)
+    folder = measuring.save(example(), tmp_path)
     path = folder / "analysis.json"
     head = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in head.items() if key != "digest"}))
@@ -90,7 +90,7 @@ def test_an_analysis_without_digests_is_refused(tmp_path: Path) -> None:
 
 def test_an_analysis_comes_back_from_its_json(tmp_path: Path) -> None:
     """Also without a table, which then is missed only by name."""
-    printed = json.loads(measuring.render(made(), "json"))
+    printed = json.loads(measuring.render(example(), "json"))
     back = measuring.parse(printed, tmp_path)
     assert measuring.document(back) == printed
     assert back.table("times").rows[1]["seconds"] is None
@@ -102,7 +102,7 @@ def test_an_analysis_comes_back_from_its_json(tmp_path: Path) -> None:
 
 
 def test_text_shows_what_has_a_value_in_its_unit() -> None:
-    text = measuring.render(made(), width=80)
+    text = measuring.render(example(), width=80)
     assert "Time of an encode: 10" in text
     assert "Time of an encode: 20" in text
     assert "1.20" in text
@@ -110,18 +110,18 @@ def test_text_shows_what_has_a_value_in_its_unit() -> None:
     assert "for the picture" not in text
     assert text.index("Medians.") > text.index("c_d")
     assert "It holds." in text
-    assert r"a\|b" in measuring.render(made(), "markdown")
-    assert r"c\_d" in measuring.render(made(), "latex")
-    assert measuring.render(made(), "csv").splitlines() == [
+    assert r"a\|b" in measuring.render(example(), "markdown")
+    assert r"c\_d" in measuring.render(example(), "latex")
+    assert measuring.render(example(), "csv").splitlines() == [
         *("size,method,seconds,holds,never", "10,a|b,0.0012,True,", "20,c_d,,False,")
     ]
-    assert json.loads(measuring.render(made(), "json"))["tables"][1]["rows"][0]["count"] == 3
+    assert json.loads(measuring.render(example(), "json"))["tables"][1]["rows"][0]["count"] == 3
     with pytest.raises(UsageError, match="unknown format"):
-        measuring.render(made(), "html")
+        measuring.render(example(), "html")
 
 
 def test_narrow_terminals_split_tables_and_cut_nothing() -> None:
-    text = measuring.render(made(), width=16)
+    text = measuring.render(example(), width=16)
     tables = text.split("\n\n")
     assert all(len(line) <= 16 for line in tables[1].splitlines())
     assert text.count("a|b") > 1
@@ -130,7 +130,7 @@ def test_narrow_terminals_split_tables_and_cut_nothing() -> None:
 def test_damaged_and_foreign_analyses_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no analysis in"):
         measuring.load(tmp_path)
-    folder = measuring.save(made(), tmp_path)
+    folder = measuring.save(example(), tmp_path)
     head = json.loads((folder / "analysis.json").read_text())
     (folder / "analysis.json").write_text(json.dumps({**head, "version": 99}))
     with pytest.raises(GcbenchError, match=r"schema 99, but this gcbench reads 1; delete"):
@@ -143,13 +143,13 @@ def test_damaged_and_foreign_analyses_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(GcbenchError, match="cannot be read"):
         measuring.load(folder)
     with pytest.raises(UsageError, match="unknown kind of analysis 'test'"):
-        studies.draw(made(), tmp_path / "x.png")
+        studies.draw(example(), tmp_path / "x.png")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(GcbenchError, match="choose another folder with --results"):
-        measuring.save(made(), tmp_path / "file")
+        measuring.save(example(), tmp_path / "file")
     with (
         pytest.raises(GcbenchError, match="choose another folder with --results"),
         Ledger(tmp_path / "file" / "x").open(),
@@ -197,15 +197,15 @@ def test_a_ledger_tells_when_and_by_what_code_it_was_begun(
 
 
 def test_an_analysis_that_is_made_again_is_not_finished(tmp_path: Path) -> None:
-    folder = tmp_path / made().name
+    folder = tmp_path / example().name
     assert not measuring.finished(folder)
-    measuring.save(made(), tmp_path)
+    measuring.save(example(), tmp_path)
     assert measuring.finished(folder)
     with Ledger(folder).open(afresh=True) as ledger:
         assert measuring.finished(folder)  # nothing was made yet
         ledger["one"] = 1
     assert not measuring.finished(folder)
-    measuring.save(made(), tmp_path)
+    measuring.save(example(), tmp_path)
     assert measuring.finished(folder)
 
 
@@ -228,19 +228,19 @@ def test_two_processes_do_not_share_a_ledger(tmp_path: Path) -> None:
     )
     with Ledger(tmp_path).open():
         words = [sys.executable, "-c", script, str(tmp_path)]
-        said = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "is being written by another gcbench process" in said.stdout
+        message = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert "is being written by another gcbench process" in message.stdout
 
 
 def test_methods_by_a_word() -> None:
-    found = methods.all_of("topk, topk:ratio=0.25,fft:theta=0.5:granularity=tensor")
-    assert list(found) == ["topk", "topk:ratio=0.25", "fft:theta=0.5:granularity=tensor"]
-    assert repr(found["topk:ratio=0.25"]) == repr(methods.parse("topk:ratio=0.25"))
-    assert "ratio=0.25" in repr(found["topk:ratio=0.25"])
-    assert "theta=0.5" in repr(found["fft:theta=0.5:granularity=tensor"])
+    result = methods.all_of("topk, topk:ratio=0.25,fft:theta=0.5:granularity=tensor")
+    assert list(result) == ["topk", "topk:ratio=0.25", "fft:theta=0.5:granularity=tensor"]
+    assert repr(result["topk:ratio=0.25"]) == repr(methods.parse("topk:ratio=0.25"))
+    assert "ratio=0.25" in repr(result["topk:ratio=0.25"])
+    assert "theta=0.5" in repr(result["fft:theta=0.5:granularity=tensor"])
     assert len(methods.all_of(None)) > 10
     assert list(methods.all_of(None, ["none"])) == ["none"]
-    for wrong, said in [
+    for wrong, text in [
         ("topc", "Did you mean 'topk'"),
         ("topk:ration=1", "Did you mean 'ratio'"),
         ("topk:ratio", "NAME=VALUE"),
@@ -248,7 +248,7 @@ def test_methods_by_a_word() -> None:
         ("topk,topk", "different methods"),
         (",", "different methods"),
     ]:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=text):
             methods.all_of(wrong)
 
 
@@ -256,7 +256,7 @@ def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path: Path) -> 
     """Every analysis has the same --plot."""
     where = ("--results", tmp_path / "analyses")
     for words in (("bounds",), ("bandwidth",), ("histogram",), ("advise",), ("predict",)):
-        for name, said in (("x.jpg", "allowed: .png"), ("gone/x.png", "is no folder")):
+        for name, text in (("x.jpg", ".png"), ("gone/x.png", "is not a folder")):
             refused = invoke(*words, *where, "--plot", tmp_path / name)
-            assert (refused.code, said in refused.err) == (2, True), refused.err
+            assert (refused.code, text in refused.err) == (2, True), refused.err
     assert not (tmp_path / "analyses").exists()

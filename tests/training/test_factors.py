@@ -141,7 +141,7 @@ def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_
     stored(suite, judged(0.1, momentum=0.2, model=-0.1), path)
     beside = suite_match.beside(suite, load([path]))
     assert beside.missing == []
-    every = compare.rows(beside.runs, own=suite.choices, preferred=beside.best)
+    every = compare.rows(beside.runs, choices=suite.choices, preferred=beside.best)
     shown = {row.first.compressor_name: row for row in beside.rows(every)}
     assert len(every) == 4
     none, topk = shown["none"], shown["topk"]
@@ -157,7 +157,7 @@ def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_
     assert "40.05" in table
     stored(suite, judged(0.1, momentum=-0.1, model=0.05), path)
     alike = suite_match.beside(suite, load([path]))
-    rest = alike.rows(compare.rows(alike.runs, own=suite.choices, preferred=alike.best))
+    rest = alike.rows(compare.rows(alike.runs, choices=suite.choices, preferred=alike.best))
     assert all(row.as_published is None for row in rest)
 
 

@@ -204,15 +204,15 @@ def test_a_run_off_its_methods_rule_says_so_and_its_row_is_marked(tmp_path):
     assert shown[name]["other_rule"] == "optimizer=adam, not sgd"
     assert not shown.keys() - {"none", name, free}
     assert all("other_rule" not in shown[other] for other in ("none", free))
-    output = invoke("compare", tmp_path).out
+    output = invoke("compare", tmp_path, "--details").out
     assert "optimizer=adam, not sgd" in output
-    assert "update: with what a row applies" in output
+    assert "update: differs from the method's source" in output
 
     plain = tmp_path / "plain"
     suite_path = invoke("run", *grid[:-1], plain, "--optimizer", "sgd", "--momentum", 0)
     assert suite_path.code == 0
     assert "from its source" not in suite_path.err
-    assert "update: with what" not in invoke("compare", plain).out
+    assert "update: differs" not in invoke("compare", plain, "--details").out
 
 
 def test_no_committed_row_is_marked():
@@ -368,7 +368,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(suite_path, tmp_path):
     suite_path.write_text(OWN)
     assert not runs.exists()
     table = invoke("compare", file, "--suite", suite_path, "--target", "fp32")
-    assert "tier=one bit" in table.out.replace("\n", " ")
+    assert "\none bit\n" in table.out
     assert "to " in table.out
     output = invoke("compare", file, "--suite", suite_path, "--json").json
     assert {(r["compressor_name"], r["tier"]) for r in output} == {
@@ -522,7 +522,7 @@ def test_a_rate_that_a_suite_chooses_is_not_given(suite_path):
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
+def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.ComparisonRow]:
     """Return ranked rows of one tier with these accuracies, seed by seed."""
     result = []
     for name, values in accuracies.items():
@@ -546,7 +546,7 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Row]:
             )
     (tmp_path / "rows.json").write_text(json.dumps(result))
     suite_path = settings.TUNED_KEYS
-    results = compare.rows(load([tmp_path / "rows.json"]), own=suite_path)
+    results = compare.rows(load([tmp_path / "rows.json"]), choices=suite_path)
     tier = [compare.replace(row, tier="t") for row in results]
     return {row.first.compressor_name: row for row in compare.ranked(tier)}
 
@@ -771,7 +771,7 @@ def level_line(axes):
     """Return the points of the line through the tiers' best groups; none without a line."""
     from gcbench.report import tier_plot
 
-    result = [line for line in axes.lines if line.get_label() == tier_plot.TOLD_LINE]
+    result = [line for line in axes.lines if line.get_label() == tier_plot.LEGEND_LINE]
     return [tuple(point) for line in result for point in line.get_xydata()]
 
 
@@ -823,7 +823,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
     output = {text.get_text() for text in drawn[0].legends[0].get_texts()}
     assert output == {
         *{"few", "two", "many"},
-        *{tier_plot.TOLD_RING, tier_plot.TOLD_LINE, tier_plot.TOLD_FADED},
+        *{tier_plot.LEGEND_RING, tier_plot.LEGEND_LINE, tier_plot.LEGEND_FADED},
     }
     spread = 2.776445 * results["terngrad"].sd / 5**0.5  # Student's t, 4 degrees of freedom
     assert results["terngrad"].half_interval == pytest.approx(spread, rel=1e-6)

@@ -17,8 +17,6 @@ from gcbench.studies import methods
 from gcbench.training import configuration, limits, rank
 
 KIND = "bandwidth"
-MOST_SIZES = 1000
-"""More sizes in a command are probably a mistake."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", re.IGNORECASE)
 
@@ -73,32 +71,6 @@ def size_of(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def sizes_between(least: int, most: int, factor: float | None, step: int | None) -> tuple[int, ...]:
-    """Return the sizes from `least` to `most` bytes, by a factor or by a step, multiples of 4.
-
-    Raises:
-        UsageError: they do not ascend, are below 4 bytes, or are more than `MOST_SIZES`.
-    """
-    if factor is not None and step is not None:
-        raise UsageError("-f and -i exclude each other: give one of them")
-    if not 4 <= least <= most:
-        raise UsageError(f"sizes from {least} to {most} bytes: use 4 <= -b <= -e")
-    if factor is not None and not factor > 1:
-        raise UsageError(f"-f {factor:g}: use a factor above 1")
-    if step is not None and step < 4:
-        raise UsageError(f"-i {step}: use at least 4 bytes, the size of a float")
-    sizes: list[int] = []
-    size = float(least)
-    while size <= most:
-        whole = int(size) // 4 * 4
-        if not sizes or whole > sizes[-1]:
-            sizes.append(whole)
-        size = size + step if step is not None else size * (factor or 8)
-        if len(sizes) > MOST_SIZES:
-            raise UsageError(f"more than {MOST_SIZES} sizes; use a larger -i or -f")
-    return tuple(sizes)
-
-
 def listed(text: str) -> tuple[int, ...]:
     """Return the sizes of a comma-separated list in bytes, multiples of 4, ascending.
 
@@ -131,7 +103,7 @@ def make(
     workers: int | None,
     engine: str | None,
     threads: int | None,
-    **given: Any,
+    **others: Any,
 ) -> Settings:
     """Return validated settings; under torchrun engine and workers are those of its job.
 
@@ -160,7 +132,7 @@ def make(
     limits.check_threads(threads or 1)
     if member is None:
         limits.check_workers(workers, processes=True, cores=configuration.cores())
-    known = methods.all_of(compressors)
+    by_spec = methods.all_of(compressors)
     named = _names(collectives, ("default",))
     if named not in (("default",), ("all",)):
         for name in named:
@@ -173,15 +145,15 @@ def make(
     if YARDSTICK not in chosen:
         chosen = (YARDSTICK, *chosen)
     settings = Settings(
-        compressors=tuple(known),
-        sources=methods.sources(known),
+        compressors=tuple(by_spec),
+        sources=methods.sources(by_spec),
         collectives=named,
         plain=chosen,
         sizes=sizes,
         workers=workers,
         engine=engine,
         threads=threads or max(1, configuration.cores() // here),
-        **given,
+        **others,
     )
     configuration.require_device(settings.device)
     _require_gpus(settings, here)
@@ -211,17 +183,17 @@ def items(settings: Settings) -> tuple[Item, ...]:
     Raises:
         UsageError: no method can be exchanged by any of the given collectives.
     """
-    found = [Item("bound", name, "-") for name in BOUNDS]
-    found += [Item("library", settings.library, name) for name in settings.plain]
+    result = [Item("bound", name, "-") for name in BOUNDS]
+    result += [Item("library", settings.library, name) for name in settings.plain]
     pairs = [(word, name) for word, name, legal in combinations(settings) if legal]
     if not pairs:
         exchange.check_legal(methods.parse(settings.compressors[0]), settings.collectives[0])
-    return (*found, *(Item("exchange", *pair) for pair in pairs))
+    return (*result, *(Item("exchange", *pair) for pair in pairs))
 
 
 def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
     """Return each method with each of the given collectives, and whether that is legal."""
-    found = []
+    result = []
     for spec in settings.compressors:
         legal = methods.parse(spec).legal_collectives()
         match settings.collectives:
@@ -231,8 +203,8 @@ def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
                 wanted = legal
             case named:
                 wanted = named
-        found += [(spec, name, name in legal) for name in wanted]
-    return found
+        result += [(spec, name, name in legal) for name in wanted]
+    return result
 
 
 def plan(settings: Settings) -> Plan:

@@ -269,9 +269,9 @@ def _phases(
     row["payload_bytes_down"] = record["payload_down"]
     row["wire_bytes"], row["messages"] = record["wire"], record["rounds"]
     row["plain_wire_bytes"] = record["plain_wire"]
-    own = Cost(work, record["wire"], record["rounds"])
+    cost = Cost(work, record["wire"], record["rounds"])
     latency = settings.link_latency_us * 1e-6
-    return row | pays_fields(own, float(size), settings.workers, copy, latency)
+    return row | pays_fields(cost, float(size), settings.workers, copy, latency)
 
 
 def _iterations(records: Records) -> list[Row]:
@@ -290,39 +290,39 @@ def _iterations(records: Records) -> list[Row]:
 def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Sequence[Row]) -> Row:
     """Return the row of one exchange over all sizes."""
 
-    def own(table: Sequence[Row]) -> dict[int, dict[str, Any]]:
+    def rows_of(table: Sequence[Row]) -> dict[int, dict[str, Any]]:
         wanted = item._asdict().items()
         return {int(row["size"] or 0): row for row in table if wanted <= row.items()}
 
-    by_size, largest = own(rows), settings.sizes[-1]
-    made: Row = {"method": item.method, "collective": item.collective}
-    made["failed"] = next((row["failed"] for row in by_size.values() if row["failed"]), None)
+    by_size, largest = rows_of(rows), settings.sizes[-1]
+    row: Row = {"method": item.method, "collective": item.collective}
+    row["failed"] = next((row["failed"] for row in by_size.values() if row["failed"]), None)
     measured = {size: row for size, row in by_size.items() if not row["failed"]}
     if largest not in measured:
-        return {**made, "pays_from": "failed"}
-    last = own(phases)[largest]
+        return {**row, "pays_from": "failed"}
+    last = rows_of(phases)[largest]
     best = max(measured, key=lambda size: measured[size]["speed"])
-    made["ratio_up"] = largest / last["payload_bytes_up"] if last["payload_bytes_up"] else None
-    made["ratio_wire"] = (
+    row["ratio_up"] = largest / last["payload_bytes_up"] if last["payload_bytes_up"] else None
+    row["ratio_wire"] = (
         last["plain_wire_bytes"] / last["wire_bytes"] if last["wire_bytes"] else None
     )
-    made["speed"], made["best_speed"] = measured[largest]["speed"], measured[best]["speed"]
-    made["best_size"] = size_text(best)
-    made |= {name: measured[largest][name] for name in NOISY}
-    made["pays_from_bytes"] = pays_from(
+    row["speed"], row["best_speed"] = measured[largest]["speed"], measured[best]["speed"]
+    row["best_size"] = size_text(best)
+    row |= {name: measured[largest][name] for name in NOISY}
+    row["pays_from_bytes"] = pays_from(
         settings.sizes, {size: bool(row["pays"]) for size, row in measured.items()}
     )
-    made["wrong"] = sum(row["wrong"] for row in measured.values())
-    if made["wrong"]:
-        made["pays_from"] = "wrong"
+    row["wrong"] = sum(row["wrong"] for row in measured.values())
+    if row["wrong"]:
+        row["pays_from"] = "wrong"
     elif settings.iterations < LEAST:
-        made["pays_from"] = "no verdict"
-    elif made["pays_from_bytes"] is None:
-        made["pays_from"] = f"never up to {size_text(largest)}"
+        row["pays_from"] = "no verdict"
+    elif row["pays_from_bytes"] is None:
+        row["pays_from"] = f"never up to {size_text(largest)}"
     else:
-        made["pays_from"] = size_text(int(made["pays_from_bytes"]))
+        row["pays_from"] = size_text(int(row["pays_from_bytes"]))
     fields = ("pays_on_from", "pays_on_to", "links")
-    return made | {
+    return row | {
         f"{name}{end}": last[f"{name}{end}"] for name in fields for end in ("", "_better")
     }
 

@@ -114,10 +114,10 @@ class Loopback:
                 self._ready.acquire()
                 left = self._view
                 while left.nbytes:
-                    got = self.receiver.recv_into(left)
-                    if not got:
+                    count = self.receiver.recv_into(left)
+                    if not count:
                         return  # closed
-                    left = left[got:]
+                    left = left[count:]
                 self._done.release()
 
     def send(self, data: Tensor) -> None:
@@ -232,8 +232,8 @@ def _sendrecv(world: World, count: int) -> Probe:
 
     def call() -> None:
         sent = dist.P2POp(dist.isend, x, (rank + 1) % size)
-        got = dist.P2POp(dist.irecv, out, (rank - 1) % size)
-        for work in dist.batch_isend_irecv([sent, got]):
+        receive = dist.P2POp(dist.irecv, out, (rank - 1) % size)
+        for work in dist.batch_isend_irecv([sent, receive]):
             work.wait()
 
     return Probe(4 * count, 4.0 * count, call, lambda: int((out != received).sum()), out.zero_)

@@ -50,7 +50,7 @@ class Inputs:
         self.world, self.count = world, count
 
     @cached_property
-    def own(self) -> Tensor:
+    def local(self) -> Tensor:
         """This worker's gradient, float32, shape (n,)."""
         return inputs.normal(self.count, self.world.ranks[0]).to(self.world.device)
 
@@ -128,8 +128,8 @@ class Subject:
         world = SimulatedWorld(self.world.size, self.world.device, link, self.plan.threads, 1)
         clock = Clock(world.device)
         clock.start_step()
-        made = self._new_exchange(world, self.memory, clock)
-        means = [made.mean(self.inputs.all, step).clone() for step in range(CHECKED)]
+        exchange = self._new_exchange(world, self.memory, clock)
+        means = [exchange.mean(self.inputs.all, step).clone() for step in range(CHECKED)]
         self.rounds = world.modelled_seconds / CHECKED
         return means
 
@@ -147,7 +147,7 @@ class Subject:
                 means = self._simulated()
             except Exception as error:  # a finding about the method; the command continues
                 problem = f"{type(error).__name__}: {error}"
-            like = self.inputs.own
+            like = self.inputs.local
             if any(mean.shape != like.shape or mean.dtype != like.dtype for mean in means):
                 problem = f"its mean is {means[0].dtype}, shape {tuple(means[0].shape)}"
             elif not all(bool(mean.isfinite().all()) for mean in means):
@@ -157,7 +157,7 @@ class Subject:
         problem, self.rounds = self.world.collect([(problem, self.rounds)])[0]
         if problem:
             raise Failed(problem)
-        means = means or [torch.empty_like(self.inputs.own) for _ in range(CHECKED)]
+        means = means or [torch.empty_like(self.inputs.local) for _ in range(CHECKED)]
         with self.world.together():
             for mean in means:
                 dist.broadcast(mean, 0)
@@ -165,7 +165,7 @@ class Subject:
 
     def advance(self) -> Tensor:
         """Exchange once more and return the mean, float32, shape (n,)."""
-        self.last = self.exchange.mean([self.inputs.own], self.step)
+        self.last = self.exchange.mean([self.inputs.local], self.step)
         self.step += 1
         return self.last
 
@@ -182,12 +182,12 @@ class Subject:
         close = self.world.device.type != "cpu" and self.collective == "allreduce"
         wrong = 0
         for mean in self._expected():
-            got = self.advance()
+            mean_here = self.advance()
             if close:
-                near = (got - mean).abs() <= 1e-3 * mean.abs().max()
+                near = (mean_here - mean).abs() <= 1e-3 * mean.abs().max()
                 wrong += int((~near).sum())
             else:
-                wrong += differing(got, mean)
+                wrong += differing(mean_here, mean)
         how = "close" if close else "bits"
         method, size = self.method, self.world.size
         if not method.claims.exact_for or method.claims.aggregate == "other":
@@ -196,9 +196,9 @@ class Subject:
         xs, mean = exchanges.exact_mean(method, self.collective, family, self.segments, size)
         clock = Clock(self.world.device)
         clock.start_step()
-        own = xs[self.world.ranks[0]].to(self.world.device)
-        got = self._new_exchange(self.world, memory.Memory(), clock).mean([own], 0)
-        wrong += exchanges.count_inexact(got.cpu(), mean, method.claims.portable)
+        gradient = xs[self.world.ranks[0]].to(self.world.device)
+        mean_here = self._new_exchange(self.world, memory.Memory(), clock).mean([gradient], 0)
+        wrong += exchanges.count_inexact(mean_here.cpu(), mean, method.claims.portable)
         return wrong, f"{how}, exact"
 
     def unlike(self) -> int:
@@ -271,9 +271,9 @@ def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) 
         return {"bytes": 4 * count, "failed": str(failure)}
     (traffic,) = world.traffic
     traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
-    own = Probe(4 * count, math.nan, subject.advance, subject.unlike)
+    probe = Probe(4 * count, math.nan, subject.advance, subject.unlike)
     plain = PLAIN[YARDSTICK](world, count)
-    pair = [(subject.clock, own), (Clock(world.device), plain)]
+    pair = [(subject.clock, probe), (Clock(world.device), plain)]
     steps, others = timed(world, pair, plan.warmup, plan.iterations)
     each = plan.warmup + plan.iterations
     columns = dict(zip((*PHASES, "step"), zip(*steps, strict=True), strict=True))
@@ -287,7 +287,7 @@ def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) 
         "phases": {name: columns[name] for name in PARTS},
         "plain": [step[-1] for step in others],
         "plain_wire": plain.wire,
-        "wrong": sum(world.collect([wrong + own.wrong()])),
+        "wrong": sum(world.collect([wrong + probe.wrong()])),
         "checked": how,
     }
 

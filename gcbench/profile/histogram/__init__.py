@@ -7,7 +7,6 @@ and steps (`tables`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from gcbench.core.compressor import TILE, Compressor
 from gcbench.core.errors import Interrupted, UsageError
 from gcbench.profile.histogram import reconstruction, tables
 from gcbench.profile.histogram.picture import draw
-from gcbench.profile.histogram.reconstruction import ALL, ERRORS, Decoded, Gradients, Sums
+from gcbench.profile.histogram.reconstruction import ALL, Decoded, Gradients, Sums
 from gcbench.profile.histogram.tables import FIGURES, GRADIENT
 from gcbench.report import analysis as measuring
 from gcbench.report.analysis import Analysis, Ledger, Row
@@ -29,7 +28,7 @@ from gcbench.training.captures import Capture, Layer
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
-__all__ = ["Settings", "check", "draw", "measure", "train"]
+__all__ = ["Settings", "draw", "measure", "train"]
 
 KIND = "histogram"
 METHODS = ("terngrad", "qsgd", "topk", "fft", "onebit", "efsignsgd", "powersgd")
@@ -55,17 +54,13 @@ class Settings(BaseModel):
     sources: dict[str, str]
     """By `methods.sources`."""
     layers: str
-    clips: list[float]
-    """Clipping factors, in standard deviations."""
-    kept: list[float]
-    """Shares of bins and elements that FFT and top-k keep."""
 
 
 # ---- gradients -----------------------------------------------------------------------------------
 
 
 def train(
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     seeds: Sequence[int],
     steps: Sequence[int] | None,
     results: Path,
@@ -74,7 +69,7 @@ def train(
     *,
     force: bool = False,
 ) -> list[Capture]:
-    """Train without compression, with the settings `given`, and return the captures at `steps`.
+    """Train with these settings, without compression, and return the captures at `steps`.
 
     Runs are stored in `results/runs`: finished ones are reused, interrupted ones resumed, and a
     run that passed a step without capturing it is trained again.
@@ -86,7 +81,7 @@ def train(
     """
     places: list[Path] = []
     for number, seed in enumerate(seeds, 1):
-        config = Config.make({**given, "compressor": "none", "seed": seed})
+        config = Config.make({**settings, "compressor": "none", "seed": seed})
         wanted = tuple(sorted({*(steps or captures.spread(config.steps, SNAPSHOTS))}))
         plan = captures.Plan(wanted)
         plan.check(config.run_name, config.steps)
@@ -196,15 +191,14 @@ def apply(
         "steps": pooled,
         "layers": layers,
         "bins": [row for i in binned for row in _bins(gradients, decoded, i)],
-        "errors": _errors(gradients, decoded),
     }
 
 
 def _figures(alone: Sequence[Sums], averaged: Sums, members: Any) -> Row:
-    own = reconstruction.averages([one.over(members) for one in alone])
+    per_worker = reconstruction.averages([one.over(members) for one in alone])
     joint = averaged.over(members)
     return {
-        **{f"{name}_alone": own[name] for name in FIGURES},
+        **{f"{name}_alone": per_worker[name] for name in FIGURES},
         **{f"{name}_averaged": joint[name] for name in FIGURES},
     }
 
@@ -221,22 +215,13 @@ def _bins(gradients: Gradients, decoded: Decoded, layer: int) -> Iterator[Row]:
             yield {"layer": gradients.layers[layer].name, "values": values, **row}
 
 
-def _errors(gradients: Gradients, decoded: Decoded) -> list[Row]:
-    alone = reconstruction.error_distribution(gradients, gradients.buckets, decoded.alone)
-    mean = reconstruction.error_distribution(gradients, [gradients.mean], [decoded.averaged])
-    return [
-        {"error": float(error), "share_alone": float(one), "share_averaged": float(all_)}
-        for error, one, all_ in zip(ERRORS, alone, mean, strict=True)
-    ]
-
-
 def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
     """Return the rows of the uncompressed gradients: their bins and zeros."""
-    own = [Sums.of(gradients, x, x) for x in gradients.buckets]
+    per_worker = [Sums.of(gradients, x, x) for x in gradients.buckets]
     mean = Sums.of(gradients, gradients.mean, gradients.mean)
     pooled: list[Row] = []
     for group, members in gradients.groups().items():
-        measures = _figures(own, mean, members)
+        measures = _figures(per_worker, mean, members)
         zeros = {key: measures[key] for key in ("zeros_alone", "zeros_averaged")}
         pooled.append({"group": group, **zeros})
     bins: list[Row] = [
@@ -251,22 +236,12 @@ def plain(gradients: Gradients, binned: Sequence[int]) -> dict[str, list[Row]]:
 # ---- the whole -----------------------------------------------------------------------------------
 
 
-def check(chosen: str | None, clips: Sequence[float], kept: Sequence[float]) -> None:
-    """Check methods, clipping factors and shares, before anything is trained.
+def methods_of(chosen: str | None) -> dict[str, Compressor]:
+    """Return the methods of a comma-separated list; None: `METHODS`; "all": all registered ones.
 
     Raises:
-        UsageError: an unknown method, or a number out of range.
+        UsageError: an unknown method.
     """
-    for number in clips:
-        if not (math.isfinite(number) and number > 0):
-            raise UsageError(f"--clip {number}: use a number of standard deviations above 0")
-    for number in kept:
-        if not 0 < number < 1:
-            raise UsageError(f"--kept {number}: use a share above 0 and below 1")
-    _methods(chosen)
-
-
-def _methods(chosen: str | None) -> dict[str, Compressor]:
     return specs.all_of(None if chosen == "all" else chosen, METHODS if chosen is None else None)
 
 
@@ -276,8 +251,6 @@ def measure(
     *,
     workers: int,
     layers: str,
-    clips: Sequence[float],
-    kept: Sequence[float],
     results: Path,
     shown: progress.Mode,
     command: str,
@@ -286,11 +259,10 @@ def measure(
     """Measure the methods of a comma-separated list on captures of the same layers.
 
     Raises:
-        UsageError: an unknown method or layer, or a number out of range.
+        UsageError: an unknown method or layer.
         GcbenchError: `results` cannot be written.
     """
-    check(chosen, clips, kept)
-    all_of = _methods(chosen)
+    all_of = methods_of(chosen)
     names = [layer.name for layer in loaded[0].layers]
     which = [names.index(name) for name in captures.matching(names, layers)]
     binned = panels(loaded[0].layers, layers)
@@ -303,8 +275,6 @@ def measure(
         methods={word: registry.call(method) for word, method in all_of.items()},
         sources=specs.sources(all_of),
         layers=layers,
-        clips=list(clips),
-        kept=list(kept),
     ).model_dump()
     result = Analysis(
         kind=KIND,
@@ -313,29 +283,26 @@ def measure(
         provenance=measuring.provenance(),
         tables=[],
     )
-    rows: dict[str, list[Row]] = {
-        name: [] for name in ("steps", "layers", "bins", "errors", "clipping", "spectra")
-    }
+    rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins")}
     watch = progress.observer(shown, KIND, len(loaded) * (len(all_of) + 1))
     with Ledger(results / result.name).open(afresh=force) as ledger:
         try:
             done = 0
             for one in loaded:
-                jobs = _jobs(one, all_of, workers, which, binned, clips, kept)
+                jobs = _jobs(one, all_of, workers, which, binned)
                 for word, job in jobs.items():
                     key = f"{one.seed} {one.step} {word}"
                     if key not in ledger:
                         ledger[key] = job()
                     base: Row = {"seed": one.seed, "step": one.step}
                     for table, new in ledger[key].items():
-                        named = {} if table in ("clipping", "spectra") else {"method": word}
-                        rows[table] += [{**base, **named, **row} for row in new]
+                        rows[table] += [{**base, "method": word, **row} for row in new]
                     done += 1
                     watch.step(done, f"step {one.step}, {word}")
         finally:
             watch.close()
         result.provenance["started"] = ledger.started
-        result.tables, result.answer, result.conclusions = tables.of(rows, settings)
+        result.tables, result.answer = tables.of(rows, settings)
     return result
 
 
@@ -345,8 +312,6 @@ def _jobs(
     workers: int,
     which: Sequence[int],
     binned: Sequence[int],
-    clips: Sequence[float],
-    kept: Sequence[float],
 ) -> dict[str, Callable[[], dict[str, list[Row]]]]:
     """Return the computations on one capture, by name; gradients are read when first needed."""
     held: list[Gradients] = []
@@ -360,11 +325,7 @@ def _jobs(
         problem = gradients().problem()
         if problem:
             return {"steps": [{"group": ALL, "failed": problem}]}
-        return {
-            **plain(gradients(), binned),
-            "clipping": [r for c in clips for r in reconstruction.clipping(gradients(), c)],
-            "spectra": [r for share in kept for r in reconstruction.spectra(gradients(), share)],
-        }
+        return plain(gradients(), binned)
 
     def of(method: Compressor) -> Callable[[], dict[str, list[Row]]]:
         def job() -> dict[str, list[Row]]:

@@ -1,4 +1,4 @@
-"""The pictures of `gcbench histogram`: distributions, errors, and the claims, from saved rows."""
+"""The picture of `gcbench histogram`, from saved rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gcbench.profile.histogram.reconstruction import ALL, BINS, EDGE, RIVALS, gaussian_clipping
-from gcbench.profile.histogram.tables import ANGLE, CLIP, GRADIENT, LENGTH
+from gcbench.profile.histogram.reconstruction import BINS, EDGE
+from gcbench.profile.histogram.tables import GRADIENT
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Row
 
@@ -19,23 +19,12 @@ COLUMNS = 4
 """Number of methods with histograms in the picture; the tables have all."""
 LINES = 3
 """Number of layers with histograms in the picture."""
-CURVES = 10
-"""Number of methods with curves; more would be indistinguishable."""
-
-
 WIDTH = 11.0
 """Width in inches: 12-point type stays legible at a width of 830 pixels."""
-PARTS = ("errors", "claims")
-"""Suffixes of the file names of the second and third picture."""
 
 
-def paths(path: Path) -> list[Path]:
-    """Return the files of the three pictures: `path`, and those beside it."""
-    return [path, *(path.with_stem(f"{path.stem}-{part}") for part in PARTS)]
-
-
-def draw(analysis: Analysis, path: Path) -> list[Path]:
-    """Draw three pictures and return their files: histograms to `path`, errors and claims beside.
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw histograms of gradients and of their decoding to `path`.
 
     Raises:
         UsageError: an ending that is not a picture's.
@@ -71,25 +60,13 @@ def draw(analysis: Analysis, path: Path) -> list[Path]:
     subtitle = f"{setting}\nstep {last}: share of values in a bin of {2 * EDGE / BINS:.2g} rms"
     if left_out:
         subtitle += f", {' and '.join(left_out)}"
-    histograms, errors, claims = paths(path)
     with figures.canvas(WIDTH, 2.0 * max(1, len(layers)) + 1.9) as figure:
         part: Any = figure.subfigures(1, 1)
         _histograms(part, bins, layers, able[:COLUMNS], last, subtitle)
-        figures.save(figure, histograms)
-    with figures.canvas(WIDTH, 5.4) as figure:
-        part = figure.subfigures(1, 1)
-        part.suptitle(f"Errors: {setting}", fontsize="medium")
-        _curves(part, analysis, able[:CURVES], len(able) - len(able[:CURVES]))
-        figures.save(figure, errors)
-    with figures.canvas(WIDTH, 5.6) as figure:
-        part = figure.subfigures(1, 1)
-        part.suptitle(f"The papers' claims: {setting}", fontsize="medium")
-        _claims(part, analysis)
-        figures.save(figure, claims)
-    return [histograms, errors, claims]
+        figures.save(figure, path)
 
 
-def _empty(axes: Axes, why: str) -> None:
+def empty(axes: Axes, why: str) -> None:
     """Write the reason into an empty panel."""
     axes.text(
         0.5,
@@ -130,9 +107,7 @@ def _histograms(
     if not layers or not methods:
         axes = part.subplots()
         axes.set_axis_off()
-        _empty(
-            axes, "no histogram: " + ("no layer was chosen" if methods else "all methods failed")
-        )
+        empty(axes, "no histogram: " + ("no layer was chosen" if methods else "all methods failed"))
         return
     import seaborn
 
@@ -164,7 +139,7 @@ def _histograms(
                     edges, shares = _steps(filled)
                     axes.stairs(shares, edges, **look, baseline=1e-9)
             if not drawn:
-                _empty(axes, "no values of this layer\nat this step")
+                empty(axes, "no values of this layer\nat this step")
             axes.set_yscale("log")
             axes.set_ylim(3e-6, 2)
             axes.set_yticks([1e-5, 1e-3, 1e-1])
@@ -186,184 +161,3 @@ def _histograms(
         frameon=False,
         fontsize="small",
     )
-
-
-# ---- errors --------------------------------------------------------------------------------------
-
-
-def _curves(part: SubFigure, analysis: Analysis, methods: Sequence[str], hidden: int) -> None:
-    """Draw the distribution of errors, and error and zeros over training."""
-    looks = figures.styles(methods)
-    left, middle, right = part.subplots(1, 3)
-    rows = analysis.table("distributions").rows
-    for method in methods:
-        mine = [row for row in rows if row["method"] == method]
-        at = sorted({float(row["error"] or 0) for row in mine})
-        mean = [_average([row for row in mine if row["error"] == x], "share_alone") for x in at]
-        style = {**looks[method], "markevery": (5, 7)}
-        left.plot(at, mean, label=method, lw=2, ms=7, mec="white", mew=0.7, **style)
-    left.set_xscale("log")
-    left.set_xlim(1e-3, 1e1)
-    left.set_ylim(0, 1.02)
-    left.set_xlabel("|error| / rms of the layer, alone")
-    left.set_ylabel("share of elements below")
-    if not rows:
-        _empty(left, "no error was recorded")
-    left.set_title("Distribution\nof the error", loc="left", fontsize="medium")
-    steps = [row for row in analysis.table("steps").rows if row["group"] == ALL]
-    _training(middle, steps, methods, looks, "relative_error_averaged", 1)
-    middle.set_ylabel("‖error‖ / ‖mean gradient‖")
-    middle.set_title("Error of the average\nover the workers", loc="left", fontsize="medium")
-    _training(right, steps, [GRADIENT, *methods], looks, "zeros_alone", 100)
-    right.set_ylim(-4, 104)
-    right.set_ylabel("zeros (%)")
-    right.set_title("Zeros sent\nby one worker", loc="left", fontsize="medium")
-    handles, labels = left.get_legend_handles_labels()
-    extra, named = right.get_legend_handles_labels()
-    handles += [h for h, label in zip(extra, named, strict=True) if label not in labels]
-    labels += [label for label in named if label not in labels]
-    if hidden and labels:
-        labels[-1] += f" ({hidden} more methods in the tables)"
-    part.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(4, max(1, len(labels))),
-        frameon=False,
-        fontsize="small",
-        handlelength=3,
-    )
-
-
-def _average(rows: Sequence[Row], field: str) -> float:
-    values = [value for row in rows if isinstance(value := row.get(field), int | float)]
-    return sum(values) / len(values) if values else float("nan")
-
-
-def _training(
-    axes: Axes,
-    rows: Sequence[Row],
-    methods: Sequence[str],
-    looks: dict[str, dict[str, Any]],
-    field: str,
-    scale: float,
-) -> None:
-    """Draw a measure over the steps: mean of the seeds, and their range."""
-    drawn: list[float] = []
-    for method in methods:
-        mine = [row for row in rows if row["method"] == method]
-        at = sorted({int(row["step"] or 0) for row in mine})
-        table = [[row for row in mine if row["step"] == step] for step in at]
-        mean = [scale * _average(alike, field) for alike in table]
-        own: dict[str, Any] = {"color": "0.35", "marker": "", "linestyle": "-"}
-        label = "the gradient itself" if method == GRADIENT else method
-        style = looks.get(method, own)
-        axes.plot(at, mean, label=label, lw=2, ms=7, mec="white", mew=0.7, **style)
-        drawn += [value for value in mean if value == value]
-        if len({row["seed"] for row in mine}) > 1:
-            sides = [
-                [scale * float(value) for row in alike if (value := row.get(field)) is not None]
-                or [float("nan")]
-                for alike in table
-            ]
-            low, high = [*map(min, sides)], [*map(max, sides)]
-            axes.fill_between(at, low, high, color=style["color"], alpha=0.18, lw=0)
-    if not drawn:
-        _empty(axes, "no such value was recorded")
-    positive = [value for value in drawn if value > 0]
-    if scale == 1 and positive and max(positive) > 20 * min(positive):
-        axes.set_yscale("log")
-        axes.set_ylim(bottom=max(1e-4, min(positive) / 2))  # not to the rounding of fp32
-    axes.set_xlabel("step")
-
-
-# ---- claims --------------------------------------------------------------------------------------
-
-
-def _claims(part: SubFigure, analysis: Analysis) -> None:
-    """Draw the energy that FFT and top-k keep per layer, and the effect of clipping per layer."""
-    spectra = analysis.table("spectra_layers").rows
-    kinds = list(dict.fromkeys(str(row["kind"]) for row in spectra if row["kind"] != ALL))
-    looks = figures.styles(kinds)
-    grid: Any = part.subplots(1, 3)
-    kept = spectra[0]["kept"] if spectra else None
-    for axes, rival in zip(grid, RIVALS, strict=False):
-        rows = [
-            row
-            for row in spectra
-            if (row["kept"], row["scales"], row["rival"]) == (kept, "tensor", rival)
-            and row["kind"] != ALL
-            and row["energy_fft"] is not None
-        ]
-        for kind in kinds:
-            mine = [row for row in rows if row["kind"] == kind]
-            xs = [100 * float(row["energy_topk"] or 0) for row in mine]
-            ys = [100 * float(row["energy_fft"] or 0) for row in mine]
-            _dots(axes, xs, ys, kind, looks)
-        axes.plot([0, 100], [0, 100], color="0.4", lw=1)
-        axes.set_xlim(0, 102)
-        axes.set_ylim(0, 102)
-        won = sum(float(r["energy_fft"] or 0) > float(r["energy_topk"] or 0) for r in rows)
-        axes.text(3, 101, "FFT keeps more", va="top", color="0.3", fontsize="small")
-        axes.set_xlabel("energy that top-k keeps (%)")
-        axes.set_ylabel("energy that FFT keeps (%)")
-        if rows:
-            share = f"{100 * float(kept or 0):g} % kept, {rival}:\nFFT in {won} of {len(rows)}"
-        else:
-            share = f"FFT against top-k,\n{rival}"
-            _empty(axes, "not compared:\nno tensor for both")
-        axes.set_title(share, loc="left", fontsize="medium")
-    axes = grid[-1]
-    rows = [row for row in analysis.table("clipping_layers").rows if row["clip"] == CLIP]
-    for kind in kinds:
-        mine = [
-            row
-            for row in rows
-            if row["kind"] == kind and None not in (row["length_change"], row["angle"])
-        ]
-        xs = [-100 * float(row["length_change"] or 0) for row in mine]
-        _dots(axes, xs, [float(row["angle"] or 0) for row in mine], kind, looks)
-    if not rows:
-        _empty(axes, "no layer was clipped here")
-    normal = gaussian_clipping(CLIP)
-    axes.plot(
-        -100 * normal.length_change,
-        normal.angle,
-        ls="",
-        marker="P",
-        color="black",
-        mec="white",
-        ms=11,
-        label="normal values",
-        zorder=6,
-    )
-    axes.fill_between(
-        [100 * bound for bound in LENGTH],
-        *([bound] * 2 for bound in ANGLE),
-        facecolor="none",
-        edgecolor="black",
-        lw=2,
-        zorder=5,
-        label="the paper's range",
-    )
-    axes.set_xlabel("length lost (%)")
-    axes.set_ylabel("angle (degrees)")
-    axes.set_title(f"Clipping\nat {CLIP} sigma", loc="left", fontsize="medium")
-    handles, labels = axes.get_legend_handles_labels()
-    part.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=min(4, len(labels)),
-        frameon=False,
-        fontsize="small",
-        title="one point per layer and step: each tensor separately, mean over workers",
-        title_fontsize="small",
-    )
-
-
-def _dots(
-    axes: Axes, xs: Sequence[float], ys: Sequence[float], kind: str, looks: dict[str, Any]
-) -> None:
-    style = {"color": looks[kind]["color"], "marker": looks[kind]["marker"]}
-    axes.plot(xs, ys, ls="", ms=6, mec="white", mew=0.5, alpha=0.8, label=kind, **style)

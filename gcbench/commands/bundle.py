@@ -1,0 +1,44 @@
+"""`gcbench bundle`: runs, the sources of their plug-ins and the environment in one file."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gcbench.commands import RUNS, Progress, Shown, end_with, say, watched
+
+
+def bundle(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Runs, folders of runs, or files of rows.", show_default=str(RUNS)),
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The .zip file to write.")] = Path(
+        "runs.zip"
+    ),
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File or folder with the source of a plug-in. May be repeated.", show_default=False
+        ),
+    ] = None,
+    progress: Shown = Progress.auto,
+) -> None:
+    """Write runs, the sources of their plug-ins and the environment to one file.
+
+    `gcbench compare runs.zip` and `gcbench report runs.zip` read it on another machine. They never
+    run the sources.
+    """
+    from gcbench.report import bundle as bundling
+    from gcbench.results import reader
+
+    bundling.check(output)
+    faults: reader.Faults = []
+    with bundling.opened(folders or [RUNS]) as places:
+        runs = reader.load(places, partial(watched, progress, "bundle"), faults)
+        counts = bundling.write(output, runs, source or ())
+    say(f"wrote {output}: {', '.join(f'{count:,} {what}' for what, count in counts.items())}")
+    end_with(faults)

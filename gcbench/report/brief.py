@@ -1,0 +1,223 @@
+"""The default answer of `gcbench compare`: the rows of a table, in at most 25 lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from gcbench.report import compare, tables
+from gcbench.report.compare import Asked, ComparisonRow
+from gcbench.report.rendering import Column, cell_width, counted, ends, fitted, sentence
+
+LONGEST = 30
+"""Columns of a terminal beyond which a method's label is shortened to its first fields."""
+MARKS = {
+    "†": "no common seeds: the difference of the means",
+    "‡": "the uncompressed runs have other hyper-parameters",
+    "§": "another number of steps than published",
+}
+"""What the marks in cells mean."""
+FIRST = ("to ", "published", "ours -", "rank", "bits up", "payload", "ratio up", "n")
+"""Beginnings of the headings that follow the result and its difference, by importance."""
+
+
+def render(rows: Sequence[ComparisonRow], asked: Asked, title: str, width: int) -> str:
+    """Return the rows as a table of at most `asked.lines` lines and `width` columns.
+
+    Rows are grouped by `asked.by`, or else by tier, which has the best row of each compressor.
+    Where not all of them fit, those with the best results of each group are shown, the uncompressed
+    ones among them, and the last line counts what is not shown.
+
+    Raises:
+        UsageError: an unknown setting, column or order.
+    """
+    rows = tables.in_order(rows, asked.sort)
+    key = asked.by or ("tier" if any(row.tier is not None for row in rows) else None)
+    groups = {"": rows} if key is None else compare.by(rows, key)
+    if key is not None:
+        groups = {name: _without(key, group) for name, group in groups.items()}
+    shared, rows = tables.constants([row for group in groups.values() for row in group])
+    sizes = [len(group) for group in groups.values()]
+    firsts = [sum(sizes[:place]) for place in range(len(sizes))]
+    groups = {
+        name: rows[first : first + size]
+        for name, first, size in zip(groups, firsts, sizes, strict=True)
+    }
+    above = [text for text in (title, shared) if text]
+    above = ["\n".join(sentence(text, "table", width) for text in above)] if above else []
+    lines = asked.lines - sum(len(text.splitlines()) + 1 for text in above)
+    head = _fit(rows, asked, width, asked.lines + len(rows))
+    notes = _notes(rows, head.text)
+    below = [sentence(note, "table", width) for note in notes]
+    lines -= sum(len(text.splitlines()) for text in below) + 2 + head.height
+    if key == "tier" and not asked.sort:
+        groups = {name: _one_per_method(group) for name, group in groups.items()}
+    chosen = _chosen(groups, lines, key is not None, listed=bool(asked.sort))
+    titles: dict[int, str] = {}
+    shown: list[ComparisonRow] = []
+    for name, group in chosen.items():
+        if key is not None:
+            titles[len(shown)] = name if key == "tier" else f"{key}={name}"
+        shown += group
+    table = _fit(shown, asked, width, lines + head.height, titles)
+    hidden = [f"{len(rows) - len(shown)} of {len(rows)} rows"] if len(shown) < len(rows) else []
+    hidden.append("columns, times and notes")
+    more = sentence(f"Not shown: {', '.join(hidden)}. Add --details.", "table", width)
+    return "\n\n".join([*above, table.text, "\n".join([*below, more])])
+
+
+def _without(key: str, rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the rows without a setting in their context: the group's title has it."""
+    return [
+        replace(row, context={name: value for name, value in row.context.items() if name != key})
+        for row in rows
+    ]
+
+
+class _Table(NamedTuple):
+    text: str
+    height: int
+    """Lines above the first row."""
+
+
+def _fit(
+    rows: Sequence[ComparisonRow],
+    asked: Asked,
+    width: int,
+    lines: int,
+    titles: Mapping[int, str] | None = None,
+) -> _Table:
+    layout = tables.Layout(asked.sort, asked.columns, asked.width)
+    groups = tables.laid_out(rows, layout)
+    which = groups["which"]
+    place = len(rows[0].context)
+    labels = short_labels(rows)
+    which[place] = which[place]._replace(cells=labels)
+    names = list(zip(*(column.cells for column in which[: place + 1]), strict=True))
+    if len(set(names)) == len(names):
+        del which[place + 1 :]
+    rest = [column for name, columns in groups.items() if name != "which" for column in columns]
+    if not asked.columns:
+        rest = _by_importance(rest)
+    table = fitted(which, rest, width, lines, titles)
+    height = 1 + max(column.heading.count("\n") + 1 for column in (*which, *rest))
+    return _Table(table.text, height)
+
+
+def _by_importance(columns: Sequence[Column]) -> list[Column]:
+    """Return the result, its difference from the uncompressed runs, and what `FIRST` names."""
+    names = {" ".join(column.heading.split()): column for column in columns}
+    result = [column for column in columns if column.heading in (*tables.METRICS, "vs none")]
+    return result + [
+        column for word in FIRST for name, column in names.items() if name.startswith(word)
+    ]
+
+
+def short_labels(rows: Sequence[ComparisonRow]) -> list[str]:
+    """Return the methods' labels, those of a method with fewer fields where one is long.
+
+    These are the first distinct field of each, or the fields that differ from most rows of the
+    method, whichever identifies the rows.
+    """
+    labels = [row.method for row in rows]
+    if max(map(cell_width, labels)) <= LONGEST:
+        return labels
+    fewest = [short_label(label, labels) for label in labels]
+    unusual = [_unusual(label, labels) for label in labels]
+    for shorter in (fewest, unusual):
+        places = [(label, row.place) for label, row in zip(shorter, rows, strict=True)]
+        if len(set(places)) == len(places):
+            return shorter
+    return labels
+
+
+def _unusual(label: str, labels: Sequence[str]) -> str:
+    """Return the method's name with the fields that at most half of the rows of that name have."""
+    name, *fields = label.split()
+    namesakes = [words for other in labels if (words := other.split())[0] == name]
+    rare = [
+        word for word in fields if 2 * sum(word in words for words in namesakes) <= len(namesakes)
+    ]
+    return " ".join([name, *rare])
+
+
+def short_label(label: str, labels: Sequence[str]) -> str:
+    """Return the method's name with the first field by which it differs from all of that name."""
+    name, *fields = label.split()
+    namesakes = [
+        words for other in labels if other != label and (words := other.split())[0] == name
+    ]
+    if not namesakes:
+        return name
+    distinct = (field for field in fields if not any(field in words for words in namesakes))
+    return f"{name} {field}" if (field := next(distinct, None)) else label
+
+
+def _chosen(
+    groups: Mapping[str, Sequence[ComparisonRow]], lines: int, titled: bool, listed: bool
+) -> dict[str, list[ComparisonRow]]:
+    """Return the rows of each group that `lines` lines hold: in turn the best of each group.
+
+    The best are those with the best mean, after the uncompressed ones; with `listed` the first.
+    """
+    ordered = {
+        name: list(group) if listed else _best_first(group) for name, group in groups.items()
+    }
+    taken = dict.fromkeys(groups, 0)
+    for place in range(max(map(len, groups.values()))):
+        for name, group in ordered.items():
+            cost = 1 + (titled and place == 0)
+            if taken[name] == place < len(group) and cost <= lines:
+                lines -= cost
+                taken[name] += 1
+    chosen: dict[str, list[ComparisonRow]] = {}
+    for name, members in groups.items():
+        best = list(ordered[name][: taken[name]])
+        # A table without tiers keeps its order, so that settings stay beside each other.
+        if titled and not listed:
+            best.sort(key=_quality)
+        else:
+            best = [row for row in members if any(row is one for one in best)]
+        if best:
+            chosen[name] = best
+    return chosen
+
+
+def _one_per_method(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the best row of each compressor."""
+    best: dict[str, ComparisonRow] = {}
+    for row in _best_first(rows):
+        best.setdefault(row.first.compressor_name, row)
+    return list(best.values())
+
+
+def _quality(row: ComparisonRow) -> float:
+    """Return what sorts rows, the best result first and failed ones last."""
+    sign = -1 if row.metric == "accuracy" else 1
+    return math.inf if row.mean is None else sign * row.mean
+
+
+def _best_first(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    return sorted(rows, key=lambda row: (not row.is_baseline, _quality(row)))
+
+
+def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
+    """Return what a reader must know of the numbers in the text of a table, a line each."""
+    counts = [len(row.values) for row in rows]
+    spread = "mean ± sd of " if max(counts) > 1 else ""
+    notes = [
+        f"{spread}n = {ends(counts)} seed{'s' * (max(counts) != 1)}; vs none: paired difference "
+        "[95 % interval]."
+    ]
+    notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
+    if failed := sum(len(row.failed) for row in rows):
+        notes.append(f"{counted(failed, 'run')} diverged; means leave them out.")
+    if untuned := sum(row.rate in ("untuned", "open") for row in rows):
+        notes.append(f"{counted(untuned, 'row')} without the learning rate that trials choose.")
+    if changed := sum(bool(row.other_rule) for row in rows):
+        notes.append(
+            f"{counted(changed, 'row')} applied the update in another way than the source."
+        )
+    return notes
