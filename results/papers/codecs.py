@@ -23,6 +23,7 @@ from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompress
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.profile.histogram.reconstruction import Gradients
+from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.studies import methods
 
@@ -168,15 +169,18 @@ def draw(analysis: Analysis, path: Path) -> None:
     rows = analysis.table("errors").rows
     heading = f"Error against bits, {title(analysis)}"
     with plot(path, 7.5, 5, heading) as (axes,):
+        marks = []
         for row in rows:
             bits, lost = number(row["bits"]), number(row["real"])
-            axes.plot([bits], [lost], "o", color="C0" if row["unbiased"] else "C1", ms=5)
-            axes.annotate(str(row["method"]), (bits, lost), fontsize=7, xytext=(4, 3),
-                          textcoords="offset points")  # fmt: skip
+            colour = "C0" if row["unbiased"] else "C1"
+            axes.plot([bits], [lost], "o", color=colour, ms=5)
+            marks.append(figures.Mark(bits, lost, 0.0, str(row["method"]), colour))
         axes.plot([], [], "o", color="C0", label="unbiased")
         axes.plot([], [], "o", color="C1", label="biased")
         axes.set(xscale="log", yscale="log", xlabel="bits per element, measured")
         axes.set_ylabel("||x - x'||^2 / ||x||^2")
+        axes.figure.canvas.draw()
+        figures.write_labels(axes, marks)
 
 
 if __name__ == "__main__":
