@@ -18,6 +18,7 @@ PUBLIC = {
     "Dropout": "training.dropout",
     "Sink": "training.sinks",
     "comm_hook": "integrations.ddp",
+    "local_steps": "integrations.local",
     "shard_hook": "integrations.fsdp",
 }
 """Public names that are imported at their first use, and the module of each."""
@@ -43,6 +44,7 @@ __all__ = [
     "get_compressor",
     "get_task",
     "load_results",
+    "local_steps",
     "run",
     "shard_hook",
 ]
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from gcbench.core.task import Batch, Split, Task
     from gcbench.integrations.ddp import comm_hook
     from gcbench.integrations.fsdp import shard_hook
+    from gcbench.integrations.local import local_steps
     from gcbench.training.dropout import Dropout
     from gcbench.training.sinks import Sink
 
@@ -138,8 +141,8 @@ def run(
     configs = grid.expand(settings, None)
     named = os.environ.get("GCBENCH_DATA") if data_dir is None else data_dir
     data = Path(named) if named else None
-    made = runner.Runner(folder, data, 60.0, progress, force=force)
-    made.all(configs, json=False)
+    running = runner.Runner(folder, data, 60.0, progress, force=force)
+    running.all(configs, json=False)
     return reader.frame([reader.load([folder / config.run_name])[0] for config in configs])
 
 

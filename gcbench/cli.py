@@ -80,7 +80,7 @@ def verify(
         bool, typer.Option(help="Also compare the simulation with real processes.")
     ] = True,
     memory: Annotated[
-        S, typer.Option(help="A memory to check beside it; default: the method's own.")
+        S, typer.Option(help="A memory to check with it, or a file; default: the method's memory.")
     ] = None,
     against: Annotated[
         Path | None,
@@ -103,12 +103,13 @@ def verify(
         if isinstance(value, list | dict):
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
     name = registry.add_file(name)
+    carried = registry.add_file(memory, "memory") if memory else ""
     results: list[verifying.Verified] = []
     texts = [" ".join(f"{key}={value}" for key, value in options.items())]
     if not options:
         texts = [text or "default" for text, _ in properties.configurations(name)]
     running = verifying.verify(
-        name, options, processes=processes, carried=memory or "", reference=against
+        name, options, processes=processes, carried=carried, reference=against
     )
     for number, text in enumerate(texts):
         # A bar is closed before the table is printed, as it draws over what else comes to a screen.
@@ -249,6 +250,6 @@ def main(interrupts: Any = None, run: Callable[[], None] = app) -> None:
     except Exception as error:  # whatever was not foreseen: one line, and how to see the traceback
         if os.environ.get("GCBENCH_DEBUG"):
             raise
-        said = message((str(error).splitlines() or [""])[0])
-        say(f"gcbench: {type(error).__name__}: {said} (`gcbench --debug ...` shows where)")
+        text = message((str(error).splitlines() or [""])[0])
+        say(f"gcbench: {type(error).__name__}: {text} (`gcbench --debug ...` shows where)")
         sys.exit(1)

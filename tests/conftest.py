@@ -137,3 +137,20 @@ def third_party(monkeypatch):
     yield put
     sys.modules.pop("somebodys", None)
     forget()
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """Return the process that forks fork servers; it starts with the first one."""
+    from zygote import Zygote
+
+    process = Zygote()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def forked(zygote):
+    """Start local workers without the imports of a new fork server."""
+    with zygote.patched():
+        yield

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class Search:
         self.effort, self.seed, self.shrink = effort, seed, shrink
         self.findings: list[Finding] = []
         self.inputs = 0
-        self.generator = torch.random.get_rng_state()
+        self.globals = _global_state()
 
     @property
     def covered(self) -> dict[str, Covered]:
@@ -138,8 +140,11 @@ class Search:
         for part in (self._same_length, self._not_finite, *[self._far] * self.effort.far):
             if not self.findings:
                 part()
-        if not torch.equal(self.generator, torch.random.get_rng_state()):
-            self.findings.append(Finding("encode", "the global generator was used", "any input"))
+        after = _global_state()
+        changed = [name for name, value in self.globals.items() if after[name] != value]
+        if changed and not self.findings:
+            what = f"changes the process: {', '.join(changed)}"
+            self.findings.append(Finding("encode", what, "any input"))
 
     def _far(self) -> None:
         """Behind element 2^24, where float32 does not hold every position, gradients arrive.
@@ -259,6 +264,17 @@ class Search:
             len(payloads),
         )
         return self.calls.decode_sum(total, segments, shared)
+
+
+def _global_state() -> dict[str, Any]:
+    """Return the state of the process that no method may change, by name."""
+    return {
+        "torch's generator": oracle.raw(torch.random.get_rng_state()),
+        "Python's generator": random.getstate(),
+        "numpy's generator": repr(numpy.random.get_state()),
+        "default dtype": torch.get_default_dtype(),
+        "number of threads": torch.get_num_threads(),
+    }
 
 
 def mean_fault(method: Compressor, workers: Sequence[int] = (1, 2, 3, 5, 8, 16)) -> str:

@@ -96,7 +96,7 @@ class Calls:
     def shared(self, xs: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
         """Return what these workers agree on before they encode."""
         if not self.draws_shared(segments, key):
-            self._note("prepare", segments, len(xs))
+            self._note("prepare", segments, len(xs), key.step)
         ctx = Context(segments, key=key, workers=max(self.workers, len(xs)), lr=self.lr)
         return codec.agree(self.method, xs, ctx)[0]
 
@@ -111,7 +111,8 @@ class Calls:
 
     def prepared(self, x: Tensor, segments: Segments) -> Any:
         """Return what the worker's `prepare` caches for its `encode`."""
-        return codec.prepare(self.method, x, Context(segments)).cached
+        ctx = Context(segments, key=self.key, workers=self.workers, lr=self.lr)
+        return codec.prepare(self.method, x, ctx).cached
 
     def encode(
         self,
@@ -167,7 +168,7 @@ class Calls:
 
     def cut(self, payload: Payload, segments: Segments, bounds: Sequence[int]) -> list[Payload]:
         """Return the payload's shards."""
-        self._note("cut", segments, len(bounds) - 1)
+        self._note("cut", segments, len(bounds) - 1, self.key.step)
         return self.method.cut(payload, bounds)
 
     # ---- several workers -------------------------------------------------------------------------

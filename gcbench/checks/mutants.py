@@ -12,7 +12,8 @@ layouts, states, and which corrupt payloads are refused. All others count. The c
 cheapest to the most expensive, each mutant in a forked process, and stop at the first failure.
 
 The result is written after each mutant, and a second run continues from there. `--share` takes a
-fixed sample of each file. `--again` repeats the survivors after a change of the checks.
+fixed sample of each file. `--again` repeats the survivors after a change of the checks. The reason
+why a survivor is acceptable is written by hand, to "reasons" in the result.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ PATIENCE = 600
 """CPU seconds after which any other mutant is undecided."""
 Verdict = dict[str, Any]
 UNDECIDED: Verdict = {"outcome": "undecided", "by": "out of time"}
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 DEFINITIONS = ("__post_init__", "claims", "recipe", "variants")
 OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -452,10 +454,47 @@ def main() -> None:
             "cpu_seconds": round(_cpu_seconds() - began, 1),
         }
         print(f"{verdict['outcome']}: {mutant.name}: {verdict['by'][:100]}", flush=True)
-        options.output.write_text(json.dumps(summary(done, totals), indent=1) + "\n")
-    result = summary(done, totals)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "mutants"}, indent=1))
+        write(options.output, summary(done, totals, stored.get("reasons", {})))
+    result = summary(done, totals, stored.get("reasons", {}))
+    write(options.output, result)
+    print(page(result))
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result as JSON, and its table to MUTANTS.md beside it if that page exists."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    place = path.with_name("MUTANTS.md")
+    if place.is_file():
+        text = place.read_text()
+        head, _, rest = text.partition(BEGIN)
+        place.write_text(f"{head}{page(result)}{rest.partition(END)[2]}")
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Return the tables of a result in Markdown, between `BEGIN` and `END`."""
+    counts = ("all", "tried", "equivalent", "killed", "survived", "undecided")
+    lines = [
+        BEGIN,
+        f"`{result['command']}`, {result['date']}, {result['machine']}, torch {result['torch']}: "
+        f"{result['killed']} of {result['counted']} mutants that change an output are killed, "
+        f"{100 * result['share']:.1f} %, in {result['cpu_seconds']:,.0f} CPU seconds.",
+        "",
+        "| file | mutants | tried | equivalent | killed | survived | undecided |",
+        "|-|-|-|-|-|-|-|",
+    ]
+    rows = {**result["files"]}
+    rows["all files"] = {name: sum(row[name] for row in rows.values()) for name in counts}
+    lines += [
+        f"| {name} | {' | '.join(str(row[count]) for count in counts)} |"
+        for name, row in rows.items()
+    ]
+    if result["survivors"]:
+        lines += ["", "| survivor | reason |", "|-|-|"]
+        lines += [
+            f"| {name.replace('|', ' or ')} | {result['reasons'].get(name, 'not examined')} |"
+            for name in result["survivors"]
+        ]
+    return "\n".join([*lines, END])
 
 
 def _cpu_seconds() -> float:
@@ -463,7 +502,9 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any]:
+def summary(
+    done: Mapping[str, Any], totals: Mapping[str, int], reasons: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the result as it is stored: counts by file, the survivors, and every mutant."""
     files: dict[str, dict[str, int]] = {}
     for each in done.values():
@@ -478,17 +519,19 @@ def summary(done: Mapping[str, Any], totals: Mapping[str, int]) -> dict[str, Any
     killed = sum(counts["killed"] for counts in files.values())
     survived = sum(counts["survived"] + counts["undecided"] for counts in files.values())
     return {
-        "command": "python -m gcbench.checks.mutants",
+        "command": "make mutants",
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread",
         "torch": torch.__version__,
         "killed": killed,
         "counted": killed + survived,
         "share": round(killed / max(1, killed + survived), 4),
+        "cpu_seconds": round(sum(each["cpu_seconds"] for each in done.values())),
         "files": dict(sorted(files.items())),
         "survivors": sorted(
             e["mutant"] for e in done.values() if e["outcome"] in ("survived", "undecided")
         ),
+        "reasons": dict(reasons),
         "mutants": done,
     }
 

@@ -87,6 +87,7 @@ class Trial:
         Raises:
             FaultError: a function breaks its definition.
         """
+        shared = self.shared.clone()
         for rank, x in enumerate(self.xs):
             self.one_worker(rank, x)
         self.several_workers()
@@ -97,6 +98,7 @@ class Trial:
         if self.profile.local and not (self.case.shard or self.case.light):
             self.locality()
         self.within()
+        same_bits("encode or decode", self.shared, shared, "`shared` before the call")
         for rank, sent in enumerate(self.bytes):
             same_bits("mean or merge", self.payloads[rank].to_bytes(), sent, "the payload before")
 

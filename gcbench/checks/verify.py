@@ -54,6 +54,8 @@ def verify(
     Raises:
         UsageError: the memory or the reference does not exist, or does not fit the method.
     """
+    if carried:
+        memory.check_legal(carried, registry.compressor(name))
     expected = against.load(reference) if reference else None
     configurations = properties.chosen(name, options)
     there: list[dict[str, str]] = []
@@ -89,7 +91,6 @@ def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:
     """Return the rows of the memory beside a method: the one given, or the method's own."""
     name = carried or method.memory
     options = method.memory_options if name == method.memory else {}
-    memory.check_legal(name, method)
     return memories.verify(memory.make(name, options), method)
 
 

@@ -1,4 +1,4 @@
-"""`gcbench advise`: whether to compress on a cluster, and with what."""
+"""`gcbench advise`: what to do with a training job on a cluster."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from gcbench.commands import (
     numbers,
 )
 from gcbench.commands.predict import (
+    CLUSTER_YAML,
     FLAGS,
     Batch,
     Compute,
@@ -41,6 +42,7 @@ from gcbench.commands.predict import (
     cluster_changes,
     compressed,
 )
+from gcbench.core.errors import UsageError
 
 
 def advise(
@@ -74,6 +76,14 @@ def advise(
     dense_last: DenseLast = False,
     dense_below: DenseBelow = 0,
     kernels: Kernels = "assumed",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure encoding times here, and under torchrun also the link between its ranks.",
+        ),
+    ] = False,
+    device: Annotated[str, typer.Option(help="With --measure: cpu (gloo) or cuda (NCCL).")] = "cpu",
     details: Details = False,
     format_: Formatted = Format.table,
     plot: Plot = None,
@@ -82,16 +92,24 @@ def advise(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Recommend whether to compress a model's gradients on a cluster, and which method to try.
+    """Plan a training job: one worker, fp32, bf16, each method, accumulation, local steps, FSDP.
 
-    The speedup is predicted as by `gcbench predict`. The loss of accuracy comes from stored runs of
-    a suite with a holdout and at least 3 seeds (`gcbench help protocol`). They trained smaller
+    Speeds are predicted as by `gcbench predict`. The loss of accuracy comes from stored runs of a
+    suite with a holdout and at least 3 seeds (`gcbench help protocol`). They trained smaller
     models: the answer is what to try, not a guarantee.
     """
-    from gcbench.predict import advice, clusters
+    from gcbench.predict import advice, clusters, measuring
 
     chosen = compressed(compressor)
     places = runs if runs is not None else advice.default_places(RUNS)
+    changes = cluster_changes(cluster_set, overlap)
+    if measure:
+        if kernels != "assumed":
+            raise UsageError(f"--measure and --kernels {kernels} exclude each other: give one")
+        here = measuring.measure(chosen, device, results, progress.value, force=force)
+        if here is None:
+            return  # worker 0 prints
+        kernels, changes = str(here.kernels), here.changes() | changes
     settings = make(
         advice.Settings,
         FLAGS,
@@ -99,7 +117,7 @@ def advise(
         module=module,
         compressors=chosen,
         workers=numbers("--workers", workers, int),
-        cluster=clusters.load(cluster, cluster_changes(cluster_set, overlap)),
+        cluster=clusters.load(cluster, changes),
         tolerance=tolerance / 100,
         tolerance_loss=tolerance_loss,
         margin=margin / 100,
@@ -115,3 +133,6 @@ def advise(
         advice.KIND, settings, results, progress, len(chosen), advice.run, force=force
     )
     deliver(analysis, results, plot, format_, as_json=json, details=details)
+
+
+advise.__doc__ = f"{advise.__doc__}\n{CLUSTER_YAML}"

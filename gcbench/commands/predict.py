@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,21 +27,32 @@ from gcbench.core.errors import UsageError
 Model = Annotated[
     str,
     typer.Option(
-        help="alexnet, googlenet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, "
-        "bert-large, transformer-1.3b."
+        help="alexnet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, bert-large, "
+        "transformer-1.3b."
     ),
 ]
 Module = Annotated[
     str | None,
     typer.Option(help="PACKAGE:CALLABLE that returns a torch module, instead of --model."),
 ]
+CLUSTER_YAML = """
+A cluster's YAML file has gpus_per_node, device (a name, or name, tflops and memory_gbyte), intra
+and inter (the links inside and between nodes: gbit, latency_us). It may have transport (nccl, gloo,
+or achieved if inter.gbit is a rate that collectives reached), nodes, utilization, overlap,
+algorithm (ring, tree, fastest), topology (flat, nodes), buckets and price. For example:
+
+gpus_per_node: 4 | device: a100 | intra: {gbit: 2400, latency_us: 5} | inter: {gbit: 10, latency_us:
+30} (a line each)
+"""
+"""The format of a cluster's file, for the help of the commands that read one."""
 Place = Annotated[
     str,
     typer.Option(
         "--cluster",
-        help="A .yaml file, or one of gtx1080x4-1gbe, p100x4-100g, v100x8-25g, a100x1-10g, "
-        "a100x8-25g, a100x8-100g, a100x8-1600g, h100x8-3200g (GPU, GPUs per node, link between "
-        "nodes).",
+        help="A .yaml file (its format is above), or one of gtx1080x4-1gbe, p100x4-100g, "
+        "v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, h100x8-3200g, "
+        "h100x8-100g, rtx4090x1-10g, rtx4090x1-1g, rtx4090x1-internet (GPU, GPUs per node, link "
+        "between nodes), g5.48xlarge.",
     ),
 ]
 PlaceSet = Annotated[
@@ -128,7 +138,7 @@ def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[s
 
 OUTPUT = {"results", "plot", "force", "progress", "format_", "json", "details"}
 LINKS = {"links", "workers", "compressor", "kernels", "link_latency_us"}
-VALIDATE = {"validate", "kernels", "link_gbit", "link_latency_us"}
+VALIDATE = {"validate"}
 
 
 def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
@@ -140,8 +150,8 @@ def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
     for option in ctx.command.params:
         name = str(option.name)
         source = ctx.get_parameter_source(name)
-        changes = source is not None and source.name == "COMMANDLINE"
-        if changes and name not in used | OUTPUT:
+        explicit = source is not None and source.name == "COMMANDLINE"
+        if explicit and name not in used | OUTPUT:
             raise UsageError(f"{option.opts[0]} has no effect with {mode}; omit it")
 
 
@@ -177,27 +187,15 @@ def predict(
         ),
     ] = False,
     validate: Annotated[
-        list[Path] | None,
+        bool,
         typer.Option(
-            help="Predict these finished runs without using their own times, and print the errors: "
-            "runs, folders, or files of rows. May be repeated."
+            "--validate",
+            help="Compare predictions with measured times: public ones, and those of netlab.",
         ),
-    ] = None,
-    link_gbit: Annotated[
-        float | None,
-        typer.Option(
-            help="With --validate: speed of the link between processes; default: fitted to the "
-            "other runs."
-        ),
-    ] = None,
+    ] = False,
     link_latency_us: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="With --links or --validate: latency per message.",
-            show_default="50 with --links, 0 with --validate",
-        ),
-    ] = None,
+        float, typer.Option(min=0, help="With --links: latency per message.")
+    ] = 50.0,
     details: Details = False,
     format_: Formatted = Format.table,
     plot: Plot = None,
@@ -206,32 +204,15 @@ def predict(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Predict a training step's time, speedup and cost on a cluster, for each method.
-
-    A cluster's YAML file has gpus_per_node, device (a name, or name, tflops and memory_gbyte),
-    intra and inter (the links inside and between nodes: gbit, latency_us), and may have nodes,
-    utilization, overlap, algorithm (ring, tree, fastest), topology (flat, nodes), buckets, price.
-    """
-    from gcbench.predict import clusters, prediction
+    """Predict a training step's time, speedup and cost on a cluster, for each method."""
+    from gcbench.predict import clusters, prediction, validation
     from gcbench.predict import links as break_even
-    from gcbench.predict import validation as validating
-    from gcbench.results import reader
     from gcbench.studies import methods
 
     study: Any
     if validate:
         _refuse_unused(ctx, VALIDATE, "--validate")
-        study, runs = validating, reader.load(validate)
-        steps = len(runs)
-        settings = make(
-            validating.Settings,
-            FLAGS,
-            runs=[str(path) for path in validate],
-            hashes=sorted(f"{run.summary.config_hash}-{run.summary.seed}" for run in runs),
-            kernels=None if kernels == prediction.ASSUMED else kernels,
-            link_gbit=link_gbit,
-            link_latency_us=link_latency_us or 0.0,
-        )
+        study, settings, steps = validation, validation.settings(), 1
     elif links:
         _refuse_unused(ctx, LINKS, "--links")
         chosen = compressed(compressor)
@@ -242,15 +223,15 @@ def predict(
             kernels=kernels,
             compressors=chosen,
             workers=numbers("--workers", workers, int) if workers else [],
-            link_latency_us=50.0 if link_latency_us is None else link_latency_us,
+            link_latency_us=link_latency_us,
             measured=f"{measured.analysis.name}, {measured.analysis.provenance.get('started')}",
         )
         steps = max(1, len(settings.workers))
     else:
-        if link_gbit is not None or link_latency_us is not None:
+        if link_latency_us != 50.0:
             raise UsageError(
-                "--link-gbit and --link-latency-us need --links or --validate; to change the "
-                "cluster use --cluster-set inter.gbit=10"
+                "--link-latency-us needs --links; to change the cluster use --cluster-set "
+                "inter.latency_us=10"
             )
         chosen = list(methods.all_of(compressor))
         study, steps = prediction, len(chosen)
@@ -272,3 +253,6 @@ def predict(
         )
     analysis = long_work(study.KIND, settings, results, progress, steps, study.run, force=force)
     deliver(analysis, results, plot, format_, as_json=json, details=details)
+
+
+predict.__doc__ = f"{predict.__doc__}\n{CLUSTER_YAML}"

@@ -436,7 +436,7 @@ class CommHook(Hook):
         self._stepped_since = False
         """Whether a step was exchanged since `register`."""
         self._rebuilds = bool(model.static_graph or not model.find_unused_parameters)
-        """Whether DDP forms its buckets anew after its first step."""
+        """Whether DDP rebuilds its buckets after its first step."""
         self._partial = bool(model.find_unused_parameters or model.static_graph)
         self._flat = torch.zeros(sum(p.numel for p in self._plan.tensors), device=device)
         self._stream = None
@@ -543,7 +543,7 @@ class CommHook(Hook):
     def _meet(self, model: Any) -> None:
         """Agree with the other ranks if DDP itself is about to communicate in a forward pass.
 
-        DDP synchronizes buffers, and forms its buckets anew after the first backward pass. There a
+        DDP synchronizes buffers, and rebuilds its buckets after the first backward pass. There a
         rank would wait for one that has failed until the process group's timeout.
         """
         rebuilds = (

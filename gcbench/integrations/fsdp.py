@@ -193,7 +193,7 @@ def shard_hook(
 
 
 def _check_rule(method: Compressor) -> None:
-    """Refuse a method with an update rule of its own."""
+    """Refuse a method with an update rule."""
     if not method.rule.plain:
         raise UsageError(
             f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "

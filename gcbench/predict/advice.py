@@ -1,56 +1,58 @@
-"""Whether to try compression on a cluster, and which method (`gcbench advise`).
+"""What to do with a training job on a cluster (`gcbench advise`): a plan on one axis.
 
-The gain is predicted (`prediction`), over the faster of the uncompressed steps in fp32 and in bf16.
+The axis is examples per hour. The options are one worker alone, an exchange per step in fp32, in
+bf16 or by a method, accumulation, local steps, and sharding. Times are predicted (`prediction`);
+options whose times differ by less than the error band (`validation`) are not ranked.
+
 A method is judged by the legal collective with the best verdict; among equal ones, by the fastest.
-Of methods that are tied within the margin the simplest comes first (`steps.SIMPLE`). The loss of
-accuracy comes from stored runs (`evidence`) of tasks that read the same inputs as the model, images
-or text; the worst of several rows counts. Rows of other tasks only warn. The runs trained smaller
-models, so the advice is what to try, never a promise; a method without accuracy runs or measured
-encoding times is not recommended. A row by another collective counts if both compute the same mean.
-
-By all-gather a worker receives N - 1 payloads of b bits per element, by a ring all-reduce of fp32
-2 (N - 1) / N times 32 bits: an all-gather moves less only for fewer than N = 64 / b workers.
+Of methods that are tied the simplest comes first (`steps.SIMPLE`). The loss of accuracy comes from
+stored runs (`evidence`) of tasks that read the same inputs as the model, images or text; the worst
+of several rows counts. Rows of other tasks only warn. The runs trained smaller models, so the
+answer is what to try, never a promise. A row by another collective counts if both compute the same
+mean.
 """
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, requantizes
 from gcbench.core.errors import UsageError
-from gcbench.predict import bundled, costs, evidence, prediction, traffic
-from gcbench.predict.clusters import Cluster
-from gcbench.predict.evidence import Evidence, Tolerance
+from gcbench.predict import bundled, costs, evidence, prediction
+from gcbench.predict.evidence import Evidence, Tolerance, count_text
 from gcbench.predict.prediction import Prepared
-from gcbench.predict.steps import HALF, Step, simplest
+from gcbench.predict.steps import HALF, Plain, Step, simplest
+from gcbench.profile.breakeven import FLOAT
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.results import reader
 from gcbench.results.schema import Summary
-from gcbench.studies import methods
-from gcbench.training import suites
 
 KIND = "advice"
-TRY, UNCLEAR, UNTESTED = "try", "unclear", "untested"
+TRY, CANNOT_TELL, UNCLEAR, UNTESTED = "try", "cannot tell", "unclear", "untested"
 LOSES, NO_GAIN, REFUSED = "loses too much", "no gain", "refused"
-ORDER = (TRY, UNCLEAR, UNTESTED, LOSES, NO_GAIN, REFUSED)
+ORDER = (TRY, CANNOT_TELL, UNCLEAR, UNTESTED, LOSES, NO_GAIN, REFUSED)
 VERDICTS = {evidence.FITS: TRY, evidence.UNCLEAR: UNCLEAR, evidence.LOSES: LOSES}
 SUITE = "main"
 """The suite that measures the accuracy of methods without evidence."""
 ROWS = "results/reference"
 """The folder of reference rows, below the current folder."""
-BF16 = ("DDP: bf16_compress_hook", "FSDP: reduce_dtype=torch.bfloat16")
-"""How to reduce in bf16, without and with sharding."""
-BRIEF = 5
-"""Number of methods in the short table."""
+ALONE, FP32, BF16, SHARDED = "one worker", "fp32", "bf16", "sharded, bf16"
+"""Options without a method: no exchange, and uncompressed exchanges."""
+BASELINE, CHANGES, SLOWER = "baseline", "changes training", "slower than one"
+"""Verdicts of options in a plan, in addition to those of methods."""
+MOST_ACCUMULATED, MOST_LOCAL = 64, 1024
+"""The most batches per exchange that a plan proposes."""
+MOST_LAB = 1.0
+"""The fastest links, in Gbit/s, that netlab can have between nodes of one machine."""
+BRIEF = 2
+"""Number of methods in the short plan."""
 
 
 class Settings(prediction.Settings):
@@ -100,9 +102,7 @@ class Losses(NamedTuple):
     """Rows by a collective that computes another mean."""
 
 
-def losses_of(
-    settings: Settings, step: Step, known: Sequence[Evidence], inputs: str = ""
-) -> Losses:
+def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: str = "") -> Losses:
     """Return the rows of exactly this method, used as in `step`.
 
     Rows count if they have the same collective, or one that computes the same mean. A row by
@@ -110,18 +110,20 @@ def losses_of(
     one that does not lose too much shows nothing about it. `inputs`: what the model reads; a loss
     on a task with other inputs counts so only if there is no nearer task.
     """
-    rows = of_method(settings, step.method, known)
-    near = set(map(id, evidence.nearest(rows, inputs).near))
+    matching = of_method(settings, step.method, rows)
+    near = set(map(id, evidence.nearest(matching, inputs).near))
 
     def counts(one: Evidence) -> bool:
         loses = one.judge(settings.allowed) == evidence.LOSES and id(one) in near
         same = _same_mean(step.method, one.row.first.collective, step.collective)
         return same or (step.collective == "twoshot" and loses)
 
-    return Losses([one for one in rows if counts(one)], [one for one in rows if not counts(one)])
+    return Losses(
+        [one for one in matching if counts(one)], [one for one in matching if not counts(one)]
+    )
 
 
-def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence]) -> list[Evidence]:
+def of_method(settings: Settings, method: Compressor, rows: Sequence[Evidence]) -> list[Evidence]:
     """Return the rows of exactly this method, by any collective.
 
     Name, fields, memory, dense tensors, and the source of a method that is not built in are equal.
@@ -146,7 +148,7 @@ def of_method(settings: Settings, method: Compressor, known: Sequence[Evidence])
             return False
         return all(run.config.get(key, value) == value for key, value in expected.items())
 
-    return [one for one in known if fits(one)]
+    return [one for one in rows if fits(one)]
 
 
 def same_source(run: Summary, origin: Mapping[str, str] | None) -> bool:
@@ -165,7 +167,7 @@ def _same_mean(method: Compressor, one: str, other: str) -> bool:
     return one == other or not requantizes(method)
 
 
-def worst(known: Sequence[Evidence], tolerance: Tolerance) -> Evidence:
+def worst(rows: Sequence[Evidence], tolerance: Tolerance) -> Evidence:
     """Return the row with the worst verdict; of equal ones, that with the largest upper limit."""
 
     def badness(one: Evidence) -> tuple[int, bool, float]:
@@ -175,18 +177,18 @@ def worst(known: Sequence[Evidence], tolerance: Tolerance) -> Evidence:
         most = math.inf if lost is None else lost[2] / allowed if allowed else lost[2]
         return verdict, bool(one.row.failed), most
 
-    return max(known, key=badness)
+    return max(rows, key=badness)
 
 
-Known = Mapping[tuple[str, str], Losses]
-"""(method, collective) -> evidence."""
+LossesBySteps = Mapping[tuple[str, str], Losses]
+"""(method, collective) -> what runs show about its accuracy."""
 
 
 # ---- the analysis --------------------------------------------------------------------------------
 
 
 def run(settings: Settings, command: str, observer: progress.Observer, ledger: Ledger) -> Analysis:
-    """Rank the methods for a model on a cluster.
+    """Return the plan for a model on a cluster, and the methods ranked.
 
     Raises:
         UsageError: see `prediction.prepare`; or a place of results does not exist.
@@ -194,58 +196,45 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     prepared = prediction.prepare(settings, every=True)
     workers, cluster = settings.workers[0], settings.cluster
     gathered = evidence.gather([Path(place) for place in settings.runs])
-    known = {
+    losses = {
         key: losses_of(settings, step, gathered.rows, prepared.network.inputs)
         for key, step in prepared.steps.items()
     }
-    rows = _rows(settings, prepared, known, cluster)
+    rows = _rows(settings, prepared, losses)
     for row in rows:
         if row["speedup"] is not None:
             step = prepared.steps[str(row["method"]), str(row["collective"])]
             row |= prepared.pays_fields(step, workers, cluster, settings.margin)
+    plan = _plan(settings, prepared, rows)
     observer.step(len(settings.compressors))
     title = prediction.title(settings, prepared, f"{workers} workers")
-    kernels = "measured, where known" if prepared.by_measured else "the lower bound"
-    gain = f"{100 * settings.margin:g} %"
-    notes = [
-        *prepared.notes,
-        f"try: predicted to gain at least {gain} over both fp32 and bf16 with measured encoding "
-        f"times, and every 95 % interval that counts excludes a loss above {_allowed(settings)}. "
-        "unclear: gains only with faster encoding than measured, encoding not measured, or such a "
-        "loss lies within an interval. untested: gains, but no run by this collective. loses too "
-        "much: a whole interval lies beyond that loss, or a seed diverged. no gain: gains less.",
-        "over fp32, over bf16: time of the uncompressed step divided by the time of this step, "
-        f"from measured encoding times to the upper bound; step ms uses {kernels}. Within a "
-        f"verdict a simpler method precedes one that is less than {gain} faster. pays on links: "
-        f"links between nodes on which it gains {gain}.",
-        "accuracy: loss against `none`, paired by seed, with its 95 % interval; the worst row of a "
-        "task that reads what the model reads. other inputs: the worst row of other tasks, which "
-        "only warns. allgather alone, twoshot alone: measured by that collective only; the "
-        "recommended one computes a different mean (two-shot re-encodes it).",
-        "all-gather up to: with more workers an all-gather moves more bytes than a ring all-reduce "
-        "of fp32.",
-        *(f"Refused: {reason}." for reason in prepared.refused.values()),
-    ]
-    seen = list(_seen(settings, prepared, gathered.rows))
-    numel = evidence.count_text(prepared.network.numel)
+    brief = [row for row in plan if row["option"] not in (FP32, SHARDED) and not row["method"]]
+    brief += [row for row in plan if row["method"] and row["advice"] != NO_GAIN][:BRIEF]
+    what = unit(prepared).capitalize()
+    seen = _evidence_rows(settings, prepared, gathered.rows)
     return Analysis.of(
         KIND,
         settings,
         command,
-        answer=_answers(settings, prepared, rows, known, gathered.rows),
+        answer=_answer(settings, prepared, plan, rows, gathered.rows),
         conclusions=[
             *_coverage(settings, prepared, gathered, seen),
-            *_basis(prepared, seen, rows),
             *_other_sources(prepared, gathered.rows),
-            *_unknown_rates(seen),
-            *_untested(settings, rows),
+            *_untested(rows),
         ],
         tables=[
-            Table(name="methods", title=title, shown=_SHOWN, notes=notes, rows=rows),
+            Table(
+                name="methods",
+                title=title,
+                shown=_METHODS,
+                notes=list(_notes(settings, prepared)),
+                rows=rows,
+            ),
             Table(
                 name="evidence",
-                title=f"Accuracy runs ({prepared.network.title} has {numel} parameters)",
-                shown=_SEEN,
+                title=f"Accuracy runs ({prepared.network.title} has "
+                f"{count_text(prepared.network.numel)} parameters)",
+                shown=_EVIDENCE,
                 notes=[
                     "lost: difference from `none`, paired by seed, with the 95 % interval of "
                     "Student's t. rate: tuned by the suite's rule, at the edge of the rates tried, "
@@ -253,20 +242,46 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 ],
                 rows=seen,
             ),
+            Table(name="plan", title=f"Plan: {title}", shown=_PLAN, rows=plan),
             Table(
                 name="brief",
                 brief=True,
-                title=f"{prepared.network.title}, {workers} workers, {cluster.name}",
-                shown=_BRIEF,
-                notes=["* with another collective or on other inputs than your model's."]
-                * any("*" in str(row["accuracy_brief"]) for row in rows[:BRIEF]),
-                rows=rows[:BRIEF],
+                title=f"{what} per hour, {prepared.network.title}, {workers} x {cluster.name}",
+                shown=[one for one in _PLAN if one.field not in ("changes", "accuracy")],
+                rows=sorted(brief, key=lambda row: float(row["per_hour"] or 0)),
             ),
         ],
     )
 
 
-_SHOWN = [
+def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
+    """Yield the assumptions and the footnotes of the table of methods."""
+    yield from prepared.notes
+    kernels = "measured, where available" if prepared.by_measured else "the lower bound"
+    gain = f"{100 * settings.margin:g} %"
+    yield (
+        f"try: predicted to gain at least {gain} and more than the error band over both fp32 and "
+        "bf16 with measured encoding times, and every 95 % interval that counts excludes a loss "
+        f"above {_allowed(settings)}. cannot tell: the predicted gain is within the error band. "
+        "unclear: encoding not measured, or such a loss lies within an interval. untested: gains, "
+        "but no run by this collective. loses too much: a whole interval lies beyond that loss, or "
+        "a seed diverged. no gain: gains less."
+    )
+    yield (
+        "over fp32, over bf16: time of the uncompressed step divided by the time of this step, "
+        f"from measured encoding times to the upper bound; step ms uses {kernels}. pays on links: "
+        f"links between nodes on which it gains {gain}."
+    )
+    yield (
+        "accuracy: loss against `none`, paired by seed, with its 95 % interval; the worst row of a "
+        "task that reads what the model reads. other inputs: the worst row of other tasks, which "
+        "only warns. allgather alone, twoshot alone: measured by that collective only; the "
+        "recommended one computes a different mean (two-shot re-encodes it)."
+    )
+    yield from (f"Refused: {reason}." for reason in prepared.refused.values())
+
+
+_METHODS = [
     Shown(field="method", heading="method"),
     Shown(field="advice", heading="verdict"),
     Shown(field="over_fp32", heading="over\nfp32"),
@@ -278,14 +293,8 @@ _SHOWN = [
     Shown(field="wire_bytes", heading="wire\nMB", scale=1e-6),
     Shown(field="pays_on", heading="pays on links"),
     Shown(field="results", heading="results"),
-    Shown(field="bits", heading="bits per\nelement"),
-    Shown(field="gather_limit", heading="all-gather\nup to"),
 ]
-_BRIEF = [
-    *(one for one in _SHOWN if one.field in ("method", "advice", "over_bf16")),
-    Shown(field="accuracy_brief", heading="accuracy"),
-]
-_SEEN = [
+_EVIDENCE = [
     Shown(field="method", heading="method"),
     Shown(field="collective", heading="by"),
     Shown(field="task", heading="task"),
@@ -304,7 +313,14 @@ _SEEN = [
     Shown(field="size", heading="size,\ntimes"),
     Shown(field="suite", heading="suite"),
 ]
-
+_PLAN = [
+    Shown(field="option", heading="option"),
+    Shown(field="rate", heading="per hour"),
+    Shown(field="over_alone", heading="times one"),
+    Shown(field="advice", heading="verdict"),
+    Shown(field="accuracy", heading="accuracy"),
+    Shown(field="changes", heading="what changes"),
+]
 _LOST = ("lost", "lost_low", "lost_high")
 
 
@@ -312,17 +328,14 @@ def _allowed(settings: Settings) -> str:
     return f"{100 * settings.tolerance:g} points of accuracy or {settings.tolerance_loss:g} of loss"
 
 
-def _rows(
-    settings: Settings, prepared: Prepared, known: Known, cluster: Cluster, longer: float = 1.0
-) -> list[Row]:
+def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list[Row]:
     """Return a row per method, sorted by verdict, and within a verdict by `simplest`.
 
-    Each method has the collective with the best verdict, of these the fastest. `longer`: factor on
-    forward and backward.
+    Each method has the collective with the best verdict, of these the fastest.
     """
     best: dict[str, Row] = {}
     for (spec, collective), step in prepared.steps.items():
-        row = _judged(settings, prepared, step, known[spec, collective], cluster, longer)
+        row = _judge(settings, prepared, step, losses[spec, collective])
         row["method"] = spec
         if spec not in best or _badness(row) < _badness(best[spec]):
             best[spec] = row
@@ -331,7 +344,7 @@ def _rows(
         left = {spec: row for spec, row in best.items() if row["advice"] == verdict}
         while left:
             gains = {spec: -_badness(row)[1] for spec, row in left.items()}
-            ranked.append(left.pop(simplest(gains, settings.margin)))
+            ranked.append(left.pop(simplest(gains, max(settings.margin, prepared.band.error))))
     return ranked
 
 
@@ -339,21 +352,11 @@ def _badness(row: Row) -> tuple[int, float]:
     return ORDER.index(str(row["advice"])), -float(row["gain"] or 0)
 
 
-def _judged(
-    settings: Settings,
-    prepared: Prepared,
-    step: Step,
-    losses: Losses,
-    cluster: Cluster,
-    longer: float,
-) -> Row:
+def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -> Row:
     """Return the row of a method by a collective: its gain, its loss of accuracy, the verdict."""
     method, workers, allowed = step.method, settings.workers[0], settings.allowed
-    network = prepared.network
-    bits = 8 * traffic.gradient_bytes(method, network.shapes) / network.numel
+    network, cluster = prepared.network, settings.cluster
     row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
-    gathers = "allgather" in method.legal_collectives() and not settings.sharded
-    row |= {"bits": bits, "gather_limit": math.ceil(64 / bits) - 1 if gathers and bits else None}
     row |= {"results": len(losses.counting)}
     row |= dict.fromkeys(("accuracy", "accuracy_brief"), "untested")
     verdict = UNTESTED
@@ -374,24 +377,26 @@ def _judged(
             text, brief = f"{shown.row.first.task}: {text}", f"{text} *"
         row |= {"accuracy": text, "accuracy_brief": brief, "accuracy_from": shown.setting}
         row["accuracy_task"] = shown.row.first.task
-        row["distance"] = shown.distance(network.numel, _examples(settings, prepared))
+        row["distance"] = shown.distance(network.numel, _examples(settings, prepared), workers)
         if shown.row.metric == "accuracy" and not shown.row.failed and shown.lost:
             middle, low, high = shown.lost
             row |= {"accuracy_difference": -middle, "accuracy_low": -high, "accuracy_high": -low}
     try:
-        at = step.at(workers, cluster, measured=prepared.by_measured, longer=longer)
-        gains = prepared.gains(step, workers, cluster, longer)
+        at = step.at(workers, cluster, measured=prepared.by_measured)
+        gains = prepared.gains(step, workers, cluster)
     except UsageError as error:
         return {**row, "advice": REFUSED, "refused": str(error), "speedup": None, "gain": None}
     row |= {key: at[key] for key in ("step_seconds", "wire_bytes", "topology")}
-    plain = prepared.plain.seconds(workers, cluster, longer=longer)
+    plain = prepared.plain.seconds(workers, cluster)
     row["speedup"] = plain / float(at["step_seconds"])
     row |= gains.fields()
     row["gain_low"], row["gain_high"] = gains.better
     row["gain"] = gains.sure
     if gains.better[1] < 1 + settings.margin:
         verdict = NO_GAIN
-    elif verdict == TRY and (step.measured is None or gains.sure < 1 + settings.margin):
+    elif verdict != LOSES and gains.sure < 1 + max(settings.margin, prepared.band.error):
+        verdict = CANNOT_TELL
+    elif verdict == TRY and step.measured is None:
         verdict = UNCLEAR
     row["advice"], row["refused"] = verdict, None
     return row
@@ -402,7 +407,9 @@ def _examples(settings: Settings, prepared: Prepared) -> int | None:
     return None if prepared.batch is None else prepared.batch * settings.workers[0]
 
 
-def _seen(settings: Settings, prepared: Prepared, known: Sequence[Evidence]) -> list[Row]:
+def _evidence_rows(
+    settings: Settings, prepared: Prepared, gathered: Sequence[Evidence]
+) -> list[Row]:
     """Return a row per piece of evidence on the methods in question."""
     rows: list[Row] = []
     inputs, numel = prepared.network.inputs, prepared.network.numel
@@ -410,7 +417,7 @@ def _seen(settings: Settings, prepared: Prepared, known: Sequence[Evidence]) -> 
         counting: dict[int, Evidence] = {}
         for (name, _), step in prepared.steps.items():
             if name == spec:
-                losses = losses_of(settings, step, known, inputs)
+                losses = losses_of(settings, step, gathered, inputs)
                 counting |= {id(one): one for one in losses.counting}
         near = set(map(id, evidence.nearest([*counting.values()], inputs).near))
         for key, one in counting.items():
@@ -443,106 +450,231 @@ def _seen(settings: Settings, prepared: Prepared, known: Sequence[Evidence]) -> 
     return rows
 
 
+# ---- the plan ------------------------------------------------------------------------------------
+
+
+def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> list[Row]:
+    """Return a row per option: its examples per hour, its verdict, and what it changes.
+
+    `over_alone` compares with one worker. A method has the time of measured encoding where that is
+    available. Accumulation and local steps use the fewest batches per exchange with which the
+    exchange takes at most the share `margin` of the time.
+    """
+    workers, cluster, compute = settings.workers[0], settings.cluster, prepared.compute
+    batch = prepared.batch or 1
+    alone = 3600 * batch / compute
+
+    def row(option: str, seconds: float, batches: int = 1, advice: str = BASELINE) -> Row:
+        per_hour = 3600 * workers * batch * batches / seconds
+        return {
+            "option": option,
+            "method": None,
+            "per_hour": per_hour,
+            "rate": count_text(per_hour),
+            "over_alone": per_hour / alone,
+            "seconds": seconds,
+            "advice": advice if per_hour >= alone else SLOWER,
+        }
+
+    plain, half = (one.seconds(workers, cluster) for one in prepared.baselines)
+    plan = [{**row(ALONE, workers * compute), "changes": "fewer examples per step"}]
+    plan += [row(FP32, plain), row(BF16, half)]
+    if not settings.sharded:
+        network = prepared.network
+        options = {"sharded": True, "frozen": network.frozen, "arrival": network.arrival}
+        shard = Plain(network.shapes, compute, FLOAT // 2, 0.0, **options)
+        sharded = row(SHARDED, shard.seconds(workers, cluster))
+        plan.append({**sharded, "changes": "memory per worker"})
+        wait = half - compute
+        count = _batches(wait, compute, settings.margin, MOST_ACCUMULATED)
+        many = row(f"accumulate {count}", count * compute + wait, count, CHANGES)
+        examples = f"{workers * batch * count:,} {unit(prepared)} per step"
+        blocking = cluster.model_copy(update={"overlap": 0.0, "buckets": None})
+        wait = prepared.plain.seconds(workers, blocking) - compute
+        local = _batches(wait, compute, settings.margin, MOST_LOCAL)
+        steps = row(f"local steps {local}", local * compute + wait, local, CHANGES)
+        plan += [{**many, "changes": examples}] * (count > 1)
+        plan += [{**steps, "changes": "replicas differ between exchanges"}] * (local > 1)
+    for method in methods:
+        if method["gain"] is None:
+            continue
+        seconds = min(plain, half) / float(method["gain"])
+        option = row(_by(method), seconds, advice=str(method["advice"]))
+        plan.append({**option, "method": method["method"], "accuracy": method["accuracy_brief"]})
+    return plan
+
+
+def _batches(wait: float, compute: float, margin: float, most: int) -> int:
+    """Return the least power of 2, up to `most`, that keeps the share of waiting within margin."""
+    count = 1
+    while count < most and wait > margin * count * compute:
+        count *= 2
+    return count
+
+
+def unit(prepared: Prepared) -> str:
+    """Return what an hour's work is counted in."""
+    return "batches" if prepared.batch is None else prepared.network.examples
+
+
 # ---- the answer ----------------------------------------------------------------------------------
 
 
-def _answers(
+def _answer(
     settings: Settings,
     prepared: Prepared,
-    rows: Sequence[Row],
-    known: Known,
+    plan: Sequence[Row],
+    methods: Sequence[Row],
     gathered: Sequence[Evidence],
 ) -> list[str]:
-    """Return the answer as sentences: what to try, on what basis, what would change it."""
-    workers, cluster, margin = settings.workers[0], settings.cluster, settings.margin
-    by = {verdict: [row for row in rows if row["advice"] == verdict] for verdict in ORDER}
-    free = prepared.free.seconds(workers, cluster)
-    fp32, bf16 = (one.seconds(workers, cluster) for one in prepared.baselines)
-    bound = f"A free exchange would be {fp32 / free:.3g} times as fast as fp32, "
-    bound += f"{bf16 / free:.3g} times as fast as bf16."
-    sentences = []
-    if by[TRY]:
-        best = by[TRY][0]
-        sentences += [f"Compression probably pays: try {_speed_text(best)}.", _basis_text(best)]
-        if _warns(best):
-            sentences[-1] += f" Warning: {best['elsewhere']}."
-            if safe := [row for row in by[TRY] if not _warns(row)]:
-                gain = f"{safe[0]['over_bf16']} times as fast as bf16"
-                sentences[-1] += f" Without a warning: {_by(safe[0])}, {gain}."
-    elif min(fp32, bf16) / free < 1 + margin:
-        sentences.append(f"Do not compress: the links are not a bottleneck. {bound}")
-    elif by[UNCLEAR]:
-        best = by[UNCLEAR][0]
-        reason = "More seeds could decide."
-        if best["gain_low"] is None:
-            specs = [str(row["method"]) for row in (*by[UNCLEAR], *by[UNTESTED])]
-            reason = f"Its encoding was not measured: {costs.how_to_measure(specs)}."
-        elif float(best["gain"] or 0) < 1 + margin:
-            reason = f"With measured encoding times it gains less than {100 * margin:g} %."
-        sentences.append(f"Unclear: {_speed_text(best)} may pay. {reason}")
-        sentences.append(_basis_text(best))
-    elif by[UNTESTED]:
-        sentences.append(
-            "Do not compress yet: no method that gains has accuracy runs with its collective."
-        )
-    elif by[LOSES]:
-        sentences.append(
-            f"Do not compress: every method that gains loses more than {_allowed(settings)}."
-        )
+    """Return the answer as sentences: what to try, why, what to run to know, lines to paste."""
+    workers, band = settings.workers[0], prepared.band
+    over = {str(row["option"]): float(row["over_alone"] or 0) for row in plan}
+    rows = {_by(row): row for row in methods}
+    tried = [_by(row) for row in methods if row["advice"] == TRY]
+    exact = simplest({"none": over[FP32], HALF: over[BF16]}, max(settings.margin, band.error))
+    baseline = FP32 if exact == "none" else BF16
+    choice = tried[0] if tried else baseline
+    fastest = max((choice, FP32, BF16), key=over.__getitem__)
+    rate = f"{over[fastest]:.2g} times as many {unit(prepared)} per hour as one ({fastest})"
+    if over[fastest] < 1:
+        text = [
+            f"Do not distribute this job over such links with an exchange per step: {workers} "
+            f"workers process {rate}, {over[BF16]:.2g} times with bf16.",
+            _fewer_exchanges(plan, band.error),
+        ]
+    elif over[fastest] < 1 + band.error:
+        text = [
+            f"Cannot tell whether {workers} workers are faster than one: predicted {rate}.",
+            _how_to_know(settings, choice),
+        ]
+    elif tried:
+        row = rows[choice]
+        safe = [name for name in tried if not _warns(rows[name])]
+        more = f" Without a warning: {safe[0]}." if _warns(row) and safe else ""
+        text = [
+            f"Try {choice}: predicted {row['over_bf16']} times as fast as bf16, "
+            f"{row['over_fp32']} as fp32, {over[choice]:.2g} times one worker.",
+            f"{_basis_text(row)}{more} {_how_to_know(settings, choice)} "
+            f"{_paste(settings, row, choice)}",
+        ]
     else:
-        sentences.append(f"Do not compress: no method gains {100 * margin:g} %. {bound}")
-    if not by[TRY] and fp32 / bf16 >= 1 + margin:
-        sentences.append(_half_text(settings, prepared, fp32 / bf16, gathered))
-    if cluster.nodes_of(workers) > 1:
-
-        def answer(there: Cluster, longer: float) -> tuple[str, float]:
-            """Return the choice there, and its speedup over reducing in fp32."""
-            again = _rows(settings, prepared, known, there, longer)
-            plain, cast = (one.seconds(workers, there, longer=longer) for one in prepared.baselines)
-            if again[0]["advice"] == TRY:
-                low, high = again[0]["over_fp32_low"], again[0]["over_fp32_high"]
-                return str(again[0]["method"]), float((high if low is None else low) or 0)
-            if plain / cast >= 1 + margin:
-                return HALF, plain / cast
-            return "none", 1.0
-
-        sentences.append(prediction.sensitivity(prepared, cluster, answer))
-    return sentences
+        advice = (
+            "Do not compress" if baseline == FP32 else "Reduce in bf16, do not compress further"
+        )
+        text = [
+            f"{advice}: {_why_text(settings, prepared, methods)}",
+            f"{workers} workers process {rate}. {_paste(settings, None, baseline)}",
+        ]
+        if baseline == BF16:
+            text[1] += f" Accuracy of bf16: {_half_accuracy(settings, prepared, gathered)}."
+    text[0] += f" {prediction.band_text(band)}"
+    return text
 
 
-def _speed_text(row: Row) -> str:
-    """Return a method with its collective and predicted speedup as text."""
+def _fewer_exchanges(plan: Sequence[Row], error: float) -> str:
+    """Return what options that change training are predicted to gain, and how to test them."""
+    names = [
+        f"{row['option']} ({row['over_alone']:.2g} times one worker)"
+        for row in plan
+        if row["advice"] == CHANGES and float(row["over_alone"] or 0) > 1 + error
+    ]
+    if not names:
+        return "Train on one worker: fewer exchanges would not be faster either."
     return (
-        f"{row['method']} by {row['collective']}, predicted {row['over_bf16']} times as fast as "
-        f"reducing in bf16 ({row['over_fp32']} times as fast as in fp32)"
+        f"Fewer exchanges may pay, but change training: {', '.join(names)}. No stored run measured "
+        "their accuracy. To know, train to the same loss with them and with one worker, e.g. "
+        "`gcbench run --compressor none --local-steps 16 --outer-lr 0.7`."
     )
+
+
+def _how_to_know(settings: Settings, choice: str) -> str:
+    """Return how to measure the speed and the accuracy of an option, as text."""
+    specs = dict.fromkeys(("none", "bf16", choice.partition(" by ")[0]))
+    chosen = ",".join(spec for spec in specs if spec != FP32)
+    gbit = settings.cluster.inter.gbit
+    speed = f"gcbench netlab --bandwidth {1e3 * gbit:g}mbit -- run --compressor {chosen}"
+    if gbit > MOST_LAB:
+        speed = f"torchrun ... -m gcbench bandwidth --compressor {chosen}"
+    return f"To know: `{speed}` (speed); your model with both, several seeds (accuracy)."
+
+
+def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> str:
+    """Return why no method is recommended."""
+    workers, cluster = settings.workers[0], settings.cluster
+    free = prepared.free.seconds(workers, cluster)
+    base = min(one.seconds(workers, cluster) for one in prepared.baselines)
+    if base / free < 1 + settings.margin:
+        return (
+            "the links are not a bottleneck. An exchange that takes no time would be "
+            f"{base / free:.3g} times as fast."
+        )
+    first = {str(row["advice"]): row for row in reversed(methods)}
+    if row := first.get(CANNOT_TELL):
+        return (
+            f"cannot tell whether {_by(row)} is faster, predicted {row['over_bf16']} times as fast "
+            f"as bf16. {_how_to_know(settings, _by(row))}"
+        )
+    if row := first.get(UNCLEAR):
+        reason = "More seeds could decide."
+        if row["gain_low"] is None:
+            specs = [str(row["method"])]
+            reason = f"Its encoding was not measured: {costs.how_to_measure(specs)}."
+        return f"unclear whether {_by(row)} pays. {_basis_text(row)} {reason}"
+    if UNTESTED in first:
+        return "no method that gains has accuracy runs with its collective."
+    if LOSES in first:
+        return f"every method that gains loses more than {_allowed(settings)}."
+    return f"no method gains {100 * settings.margin:g} %."
+
+
+def _half_accuracy(settings: Settings, prepared: Prepared, gathered: Sequence[Evidence]) -> str:
+    """Return what runs show about reducing in bf16."""
+    rows = of_method(settings, registry.compressor("bf16"), gathered)
+    if not rows:
+        return "untested"
+    shown = worst(evidence.nearest(rows, prepared.network.inputs).near, settings.allowed)
+    return f"{shown.text(settings.allowed)} ({shown.row.first.task})"
 
 
 def _basis_text(row: Row) -> str:
-    """Return a method's accuracy runs, their distance from the model, and what to do, as text."""
-    return (
-        f"Accuracy: {row['accuracy']} ({row['accuracy_from']}); {row['distance']}. Verify it on "
-        "your model."
-    )
-
-
-def _half_text(
-    settings: Settings, prepared: Prepared, gain: float, gathered: Sequence[Evidence]
-) -> str:
-    """Return the advice to reduce in bf16, with its accuracy runs, as text."""
-    accuracy = "untested"
-    if rows := of_method(settings, methods.parse("bf16"), gathered):
-        shown = worst(evidence.nearest(rows, prepared.network.inputs).near, settings.allowed)
-        accuracy = f"{shown.text(settings.allowed)} ({shown.setting})"
-    return (
-        f"Reduce in bf16 ({BF16[settings.sharded]}): predicted {gain:.3g} times as fast as fp32; "
-        f"accuracy of bf16 by gcbench's exchange: {accuracy}."
-    )
+    """Return a method's accuracy runs, and their distance from the model, as text."""
+    text = f"Accuracy: {row['accuracy']} ({row['accuracy_from']}); {row['distance']}."
+    return f"{text} Warning: {row['elsewhere']}." if _warns(row) else text
 
 
 def _warns(row: Row) -> bool:
     """Return whether results on other inputs leave a loss possible."""
     return row.get("elsewhere_verdict") in (evidence.LOSES, evidence.UNCLEAR)
+
+
+def _paste(settings: Settings, row: Row | None, choice: str) -> str:
+    """Return the line for the job, after DDP or FSDP has wrapped the model."""
+    if row is None and choice == FP32:
+        return "Nothing to paste: DDP and FSDP reduce in fp32."
+    if row is None and settings.sharded:
+        policy = "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+        return f"Paste: `fully_shard(part, mp_policy={policy})`."
+    if row is None:
+        return "Paste: `model.register_comm_hook(None, default_hooks.bf16_compress_hook)`."
+    name, *fields = str(row["method"]).split(":")
+    words = [repr(name), *(f"{one.partition('=')[0]}={_literal(one)}" for one in fields)]
+    if settings.sharded:
+        return f"Paste: `hook = gcbench.shard_hook({', '.join(words)}).register(model)`."
+    words += [f"collective={row['collective']!r}", "optimizer=optimizer"]
+    words += ["dense_last=True"] * settings.dense_last
+    words += [f"dense_below={settings.dense_below}"] * bool(settings.dense_below)
+    return f"Paste: `hook = gcbench.comm_hook({', '.join(words)}).register(model)`."
+
+
+def _literal(field: str) -> str:
+    """Return the value of "field=value" as Python source."""
+    value = field.partition("=")[2]
+    try:
+        float(value)
+    except ValueError:
+        return repr(value)
+    return value
 
 
 # ---- the evidence in words -----------------------------------------------------------------------
@@ -565,184 +697,59 @@ def _coverage(
         ]
     tasks = ", ".join(dict.fromkeys(str(row["task"]) for row in seen))
     total = len({spec for spec, _ in prepared.steps})
-    return [read, f"{len(tested)} of {total} methods have accuracy runs, on {tasks}."]
-
-
-def _basis(prepared: Prepared, seen: Sequence[Row], rows: Sequence[Row]) -> Iterator[str]:
-    """Yield sentences on the tasks that decide, and on warnings from others."""
-    if not seen:
-        return
-
-    def tasks(chosen: Sequence[Row]) -> str:
-        reads = {str(row["task"]): str(row["reads"] or "unknown inputs") for row in chosen}
-        return ", ".join(f"{task} ({inputs})" for task, inputs in reads.items())
-
-    inputs = prepared.network.inputs
-    deciding = [row for row in seen if row["judged_by"] == "yes"]
-    alike = [row for row in deciding if not inputs or row["reads"] == inputs]
-    others = [row for row in deciding if row not in alike]
-    what = f"reads {inputs}" if inputs else "has unknown inputs"
-    text = f"{prepared.network.title} {what}: judged by {tasks(alike) or 'no run of such a task'}"
-    if others:
-        names = ", ".join(dict.fromkeys(str(row["method"]) for row in others))
-        text += f"; {names} by {tasks(others)}"
-    yield f"{text}. These runs are short: a loss that appears only in long training is not seen."
-    warned = [
-        f"{row['method']} on {row['elsewhere']}"
-        for row in rows
-        if row["advice"] in (TRY, UNCLEAR) and _warns(row)
+    return [
+        read,
+        f"{len(tested)} of {total} methods have accuracy runs, on {tasks}. These runs are short: a "
+        "loss that appears only in long training is not seen.",
     ]
-    if warned:
-        yield f"Warnings from other tasks: {'; '.join(warned)}."
 
 
-def _other_sources(prepared: Prepared, known: Sequence[Evidence]) -> Iterator[str]:
+def _other_sources(prepared: Prepared, gathered: Sequence[Evidence]) -> Iterator[str]:
     """Yield a sentence on each method with runs of another version of its source."""
     for method in {step.method.name: step.method for step in prepared.steps.values()}.values():
         origin = registry.origin(registry.compressors()[method.name])
-        runs = [run.summary for one in known for run in one.row.runs]
+        runs = [run.summary for one in gathered for run in one.row.runs]
         named = [run for run in runs if run.compressor_name == method.name]
         if others := sum(not same_source(run, origin) for run in named):
             yield f"{others:,} runs of {method.name} used another source and do not count."
 
 
-def _unknown_rates(seen: Sequence[Row]) -> Iterator[str]:
-    """Yield a sentence on rows whose learning rates were chosen by an unknown rule."""
-    if names := dict.fromkeys(str(row["suite"]) for row in seen if row["rate"] is None):
+def _untested(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a sentence on faster methods without accuracy runs, and how to make these."""
+    tried = [float(row["gain"] or 0) for row in rows if row["advice"] == TRY]
+    faster = [
+        f"{_by(row)}{' (upper bound)' * (row['gain_low'] is None)}"
+        for row in rows
+        if row["advice"] == UNTESTED and float(row["gain"] or 0) > max(tried, default=0.0)
+    ]
+    if faster:
         yield (
-            f"How the learning rates in {', '.join(names)} were chosen is unknown: if the rate "
-            "suits one side better, the difference says little about the method."
+            f"Predicted faster, but without accuracy runs: {', '.join(faster)}. To make them, add "
+            f"the methods with these collectives to a copy of the suite {SUITE} (`gcbench help "
+            "protocol`), then repeat this command."
         )
-
-
-def _untested(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """Return sentences on faster methods without accuracy runs, and the commands to run them."""
-    tried = [row for row in rows if row["advice"] == TRY]
-    least = float(tried[0]["gain"] or 0) if tried else 0.0
-    faster = [row for row in rows if row["advice"] == UNTESTED and float(row["gain"] or 0) > least]
-    if not faster:
-        return []
-    names = ", ".join(f"{_by(row)}{' (upper bound)' * (row['gain_low'] is None)}" for row in faster)
-    sentences = [f"Predicted faster, but without accuracy runs: {names}."]
-    in_suite = [row for row in faster if _in_suite(settings, row)]
-    rest = [row for row in faster if row not in in_suite]
-    if in_suite:
-        specs = dict.fromkeys(methods.parse(str(row["method"])).name for row in in_suite)
-        command = shlex.join(
-            [*("gcbench", "run", "--suite", SUITE, "--compressor", ",".join(["none", *specs])),
-             *("--rows", f"{ROWS}/{SUITE}.parquet")]
-        )  # fmt: skip
-        sentences.append(
-            f"To measure {', '.join(map(_by, in_suite))}: {command}, then repeat this command."
-        )
-    if rest:
-        sentences.append(
-            f"To measure {', '.join(map(_by, rest))}: copy the suite {SUITE} (`gcbench list "
-            "suites`) to mine.yaml, with none and these methods, collectives and dense tensors as "
-            f"entries; run gcbench run --suite mine.yaml --rows {ROWS}/mine.parquet, then repeat "
-            "this command."
-        )
-    return sentences
 
 
 def _by(row: Row) -> str:
     return f"{row['method']} by {row['collective']}"
 
 
-@cache
-def _entries() -> set[tuple[str, str, str, str]]:
-    """Return the methods of the suite: name, expression, memory and collective of each."""
-    configs = [point.config for point in suites.load(SUITE).points()]
-    return {
-        (c.compressor, registry.call(c.make_compressor()), c.memory, c.collective) for c in configs
-    }
-
-
-def _in_suite(settings: Settings, row: Row) -> bool:
-    """Return whether the suite contains runs of the method that count for the row's collective."""
-    method = methods.parse(str(row["method"]))
-    if settings.dense_last or settings.dense_below:
-        return False
-    return any(
-        (call, memory) == (registry.call(method), method.memory)
-        and _same_mean(method, collective, str(row["collective"]))
-        for name, call, memory, collective in _entries()
-        if name == method.name
-    )
-
-
 # ---- the picture ---------------------------------------------------------------------------------
-
-_COLOURS = {TRY: 2, UNCLEAR: 1, UNTESTED: 0, LOSES: 3}
-"""Verdict -> index in the colour-blind palette; only methods to try are green."""
-
-
-def _styles() -> dict[str, dict[str, Any]]:
-    """Return colour and marker of each verdict; methods without a gain are grey."""
-    import seaborn
-
-    palette = seaborn.color_palette("colorblind")
-    styles = figures.styles(ORDER)
-    for name, style in styles.items():
-        style["color"] = palette[_COLOURS[name]] if name in _COLOURS else "0.6"
-    return styles
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw the gain of each method, and gain against accuracy where there are runs."""
-    rows = [row for row in analysis.table("methods").rows if row["speedup"]]
-    settings, styles = analysis.settings, _styles()
-    known = [row for row in rows if row.get("accuracy_difference") is not None]
-    with figures.canvas(13 if known else 8, max(4.5, 2.2 + 0.32 * len(rows))) as figure:
-        widths = (2, 3) if known else (1,)
-        axes, *others = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-        for y, row in enumerate(reversed(rows)):
-            style, high = styles[str(row["advice"])], float(row["gain_high"] or 0)
-            low = high if row["gain_low"] is None else float(row["gain_low"])
-            axes.plot([low, high], [y, y], color=style["color"], lw=3, alpha=0.5)
-            axes.plot(low, y, style["marker"], color=style["color"], ms=8)
-        axes.set_yticks(range(len(rows)), [str(row["method"]) for row in reversed(rows)])
+    """Draw the examples per hour of each option of the plan; green bars are methods to try."""
+    rows = sorted(analysis.table("plan").rows, key=lambda row: float(row["per_hour"] or 0))
+    colours = {TRY: "#2E8B57", BASELINE: "0.4", CHANGES: "#33658F"}
+    with figures.canvas(9, max(4.5, 2.2 + 0.32 * len(rows))) as figure:
+        axes = figure.subplots()
+        rates = [float(row["over_alone"] or 0) for row in rows]
+        shades = [colours.get(str(row["advice"]), "0.8") for row in rows]
+        axes.barh([str(row["option"]) for row in rows], rates, color=shades)
+        axes.axvline(1, color="0.2", lw=1)
         axes.tick_params(axis="y", labelsize="small")
-        axes.axvline(1, color="0.4", lw=1)
-        axes.axvline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
-        axes.margins(x=0.1)
-        axes.set_xlabel("times as fast as the better of fp32 and bf16,\n"
-                        "from measured encoding times to the upper bound")  # fmt: skip
-        for name in ORDER:
-            if any(row["advice"] == name for row in rows):
-                style = styles[name]
-                axes.plot([], [], style["marker"], color=style["color"], ms=8, label=name)
-        figure.legend(loc="outside lower center", ncols=5, fontsize="small")
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("predicted work per hour, times that of one worker")
         title = analysis.table("methods").title
-        figure.suptitle(title if known else title.replace(", batch", ",\nbatch"), fontsize="medium")
-        if others:
-            marks = _against_accuracy(others[0], known, styles, settings)
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")
-            figures.write_labels(others[0], marks)
+        figure.suptitle(title.replace(", batch", ",\nbatch"), fontsize="medium")
         figures.save(figure, path)
-
-
-def _against_accuracy(
-    axes: Any,
-    known: Sequence[Row],
-    styles: Mapping[str, Mapping[str, Any]],
-    settings: Mapping[str, Any],
-) -> list[figures.Mark]:
-    """Draw gain against accuracy lost, and return the positions for the methods' names."""
-    marks = []
-    for row in known:
-        style, y = styles[str(row["advice"])], float(row["gain"] or 0)
-        x, low, high = (
-            100 * float(row[f"accuracy_{end}"] or 0) for end in ("difference", "low", "high")
-        )
-        axes.plot([low, high], [y, y], color=style["color"], lw=1)
-        axes.plot(x, y, style["marker"], color=style["color"], ms=9, mec="white", mew=0.7)
-        name, half = str(row["method"]), (high - low) / 2
-        marks.append(figures.Mark(x, y, 0.0, name, style["color"], across=half))
-    axes.axhline(1 + settings["margin"], color="0.4", ls=(0, (4, 2)), lw=1)
-    axes.axvline(-100 * settings["tolerance"], color="0.4", ls=(0, (4, 2)), lw=1)
-    axes.margins(x=0.15, y=0.12)
-    axes.set_xlabel("accuracy against `none`, points,\nwith 95 % interval: the worst result")
-    axes.set_ylabel("times as fast, with measured encoding times")
-    return marks

@@ -1,13 +1,15 @@
 """Clusters: nodes of devices, the links inside and between nodes, and the time of a collective.
 
-The alpha-beta model: a message of b bytes takes alpha + b / beta. N workers fill nodes of g
-devices. If N <= g, alpha and beta are those of the links inside a node. With M = N / g > 1 nodes:
+The alpha-beta model: a message of b bytes takes alpha + b / beta. Between nodes, beta is the share
+of the link's rate that the library achieves (`transport`), and alpha contains its time per call. N
+workers fill nodes of g devices. If N <= g, alpha and beta are those of the links inside a node.
+With M = N / g > 1 nodes:
 
 ring (all-reduce, all-gather): every round uses every link, so the slowest link decides. A node's
     link to the network carries what one worker sends, because the ring enters a node once.
 all-to-all: each of the g workers of a node sends to the workers of all other nodes, so the node's
     link carries g b (N - g) / N bytes; messages inside the node are sent in parallel.
-reduce-scatter: half of the ring all-reduce.
+reduce-scatter: half of the ring all-reduce. broadcast: every link carries b bytes once.
 
 `tree` needs log2 N rounds instead of N - 1, and its all-to-all moves log2(N) / 2 times as many
 bytes (Bruck). `fastest` takes the faster of ring and tree for each collective. `topology: nodes`
@@ -19,23 +21,24 @@ gradient. `best` takes the faster of `flat` and `nodes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from gcbench.core import settings_file
 from gcbench.core.errors import UsageError, unknown
+from gcbench.predict.networks import Shapes
+from gcbench.predict.traffic import buckets
+from gcbench.predict.transport import TRANSPORTS, Transport
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 BACKWARD = 2 / 3
 """Share of the computation in the backward pass: two of three matrix products."""
-BUCKET = 25 * 2**20
-"""Bytes per DDP bucket, the default of `bucket_cap_mb`."""
 
 
 class _Model(BaseModel):
@@ -87,15 +90,17 @@ class Cluster(_Model):
     """The link between any two devices of a node."""
     inter: Link
     """The link of a node to the network, which the devices of the node share."""
+    transport: str = "nccl"
+    """The library that sends between nodes (`TRANSPORTS`): what share of `inter` it achieves."""
     note: str = ""
-    """Source of the link between nodes, if it is not a data sheet."""
+    """Source of the rate of the link between nodes."""
     overlap: Share = 1.0
     """Share of the backward pass that can hide communication: 1 as in DDP, 0 for none."""
     algorithm: Literal["ring", "tree", "fastest"] = "fastest"
     topology: Literal["flat", "nodes", "best"] = "best"
     buckets: Annotated[int, Field(ge=1)] | None = None
-    """Number of messages per gradient, each with its own latency. None: one per `BUCKET` bytes if
-    communication overlaps with the backward pass, else one."""
+    """Number of equal messages per gradient, each with its own latency. None: DDP's buckets
+    (`traffic.buckets`) if communication overlaps with the backward pass, else one message."""
     price: NotNegative | None = None
     """Price per device and hour, in any currency."""
 
@@ -119,59 +124,80 @@ class Cluster(_Model):
             )
         return nodes
 
-    def pieces(self, nbytes: float) -> int:
-        """Return the number of messages per float32 gradient of `nbytes` bytes."""
-        if self.buckets is not None:
-            return self.buckets
-        return max(1, math.ceil(nbytes / BUCKET)) if self.overlap else 1
+    @field_validator("transport")
+    @classmethod
+    def _exists(cls, name: str) -> str:
+        if name not in TRANSPORTS:
+            raise ValueError(f"expected one of {', '.join(TRANSPORTS)}")
+        return name
 
-    def exposed(self, communicate: float, compute: float, pieces: int) -> float:
+    @property
+    def library(self) -> Transport:
+        """The library that sends between nodes."""
+        return TRANSPORTS[self.transport]
+
+    def parts(self, arrival: Shapes) -> tuple[float, ...]:
+        """Return each message's share of a gradient, in the order in which they are sent.
+
+        `arrival`: the tensors' shapes in the order in which the backward pass computes gradients.
+        """
+        if self.buckets is not None:
+            return (1 / self.buckets,) * self.buckets
+        sizes = buckets(arrival) if self.overlap else (1.0,)
+        return tuple(size / sum(sizes) for size in sizes)
+
+    def exposed(self, communicate: float, compute: float, parts: Sequence[float]) -> float:
         """Return the seconds of communication that `compute` seconds of computation do not hide.
 
-        The k-th of B equal pieces is ready after k / B of the computation P, and the pieces are
-        sent one after the other. The last one cannot be hidden. So of the communication C this
-        remains: max(C / B, C - s P (1 - 1 / B)), with the share s of `overlap`; C without overlap.
+        A message is ready when its share of the computation is done, and messages are sent one
+        after another. Only the share `overlap` of the computation can hide communication.
         """
-        if not self.overlap:
-            return communicate
-        hidden = self.overlap * compute * (1 - 1 / pieces)
-        return max(communicate / pieces, communicate - hidden)
+        ready = done = 0.0
+        for part in parts:
+            ready += part * self.overlap * compute
+            done = max(done, ready) + part * communicate
+        return done - self.overlap * compute if self.overlap else communicate
 
-    def seconds(self, kind: str, nbytes: float, workers: int) -> float:
+    def seconds(self, kind: str, nbytes: float, workers: int, calls: int = 1) -> float:
         """Return the time of one collective.
 
-        `kind`: "allreduce", "reducescatter", "allgather" or "alltoall"; `nbytes`: bytes that each
-        worker contributes.
+        `kind`: "allreduce", "reducescatter", "allgather", "alltoall" or "broadcast". `nbytes`: what
+        each worker contributes, or what the root of a broadcast sends, in bytes. `calls`: number of
+        messages in which it is sent.
         """
         if workers == 1:
             return 0.0
         nodes = self.nodes_of(workers)
         ways = {"ring": (False,), "tree": (True,), "fastest": (False, True)}[self.algorithm]
-        return min(self._seconds(kind, nbytes, workers, nodes, tree=tree) for tree in ways)
+        return min(self._seconds(kind, nbytes, workers, nodes, calls, tree=tree) for tree in ways)
 
-    def _seconds(self, kind: str, nbytes: float, workers: int, nodes: int, *, tree: bool) -> float:
+    def _seconds(
+        self, kind: str, nbytes: float, workers: int, nodes: int, calls: int, *, tree: bool
+    ) -> float:
         depth = math.ceil(math.log2(workers))
-        rounds = (depth if tree else workers - 1) * (self.buckets or 1)
+        rounds = (depth if tree else workers - 1) * calls
+        inter = self.inter.bytes_per_second * self.library.share(kind, workers)
         if nodes == 1:
-            latency = self.intra.latency_us
+            latency, call = self.intra.latency_us, 0.0
         else:
             latency = max(self.inter.latency_us, self.intra.latency_us * (self.gpus_per_node > 1))
+            call = self.library.call_us * calls
         if kind == "alltoall":
             more = max(1.0, depth / 2) if tree else 1.0
             inside = workers // nodes
             within = nbytes * (inside - 1) / workers / self.intra.bytes_per_second
-            out = inside * nbytes * (workers - inside) / workers / self.inter.bytes_per_second
-            return rounds * latency * 1e-6 + more * max(within, out)
+            out = inside * nbytes * (workers - inside) / workers / inter
+            return (rounds * latency + call) * 1e-6 + more * max(within, out)
         slowest = self.intra.bytes_per_second
         if nodes > 1:
-            slower = self.inter.bytes_per_second
-            slowest = min(slowest, slower) if self.gpus_per_node > 1 else slower
-        if kind == "allreduce":
-            sent = 2 * (workers - 1) / workers * nbytes
-            return 2 * rounds * latency * 1e-6 + sent / slowest
-        if kind == "reducescatter":
-            return rounds * latency * 1e-6 + (workers - 1) / workers * nbytes / slowest
-        return rounds * latency * 1e-6 + (workers - 1) * nbytes / slowest
+            slowest = min(slowest, inter) if self.gpus_per_node > 1 else inter
+        times, sent = {
+            "allreduce": (2, 2 * (workers - 1) / workers),
+            "reducescatter": (1, (workers - 1) / workers),
+            "allgather": (1, workers - 1),
+            "broadcast": (1, 1),
+        }[kind]
+        return (times * rounds * latency + call) * 1e-6 + sent * nbytes / slowest
 
     def topologies(self, workers: int) -> tuple[str, ...]:
         """Return the possible topologies; within one node only "flat" is."""
@@ -183,18 +209,20 @@ class Cluster(_Model):
         """Return the cluster in which each node counts as one worker."""
         return self.model_copy(update={"gpus_per_node": 1})
 
-    def inside_seconds(self, nbytes: float, workers: int, kind: str = "allreduce") -> float:
+    def inside_seconds(
+        self, nbytes: float, workers: int, kind: str = "allreduce", calls: int = 1
+    ) -> float:
         """Return the seconds of a collective inside a node, on gradients of `nbytes` bytes.
 
         An all-reduce is the time to add gradients before the exchange between nodes and to
         distribute the mean after it; a reduce-scatter only adds.
         """
         inside = workers // self.nodes_of(workers)
-        return self.model_copy(update={"nodes": 1}).seconds(kind, nbytes, inside)
+        return self.seconds(kind, nbytes, inside, calls)
 
 
-_KNOWN: dict[str, dict[str, Any]] = _DATA["clusters"]
-NAMES = tuple(_KNOWN)
+_BUILT_IN: dict[str, dict[str, Any]] = _DATA["clusters"]
+NAMES = tuple(_BUILT_IN)
 
 
 def _device(name: str) -> Device:
@@ -220,8 +248,8 @@ def make(settings: Mapping[str, Any], where: str) -> Cluster:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            known = [name for name in Cluster.model_fields if name != "name"]
-            raise unknown(f"setting in {where}:", field, known) from None
+            fields = [name for name in Cluster.model_fields if name != "name"]
+            raise unknown(f"setting in {where}:", field, fields) from None
         received = "" if first["type"] == "missing" else f", received {first['input']!r}"
         raise UsageError(f"{where}: {field}: {first['msg']}{received}") from None
 
@@ -235,8 +263,8 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
         UsageError: unknown name, unreadable file, or an invalid setting (see `make`).
     """
     path = Path(spec)
-    if spec in _KNOWN:
-        settings: Any = _KNOWN[spec]
+    if spec in _BUILT_IN:
+        settings: Any = _BUILT_IN[spec]
     elif path.suffix.lower() in (".yaml", ".yml"):
         settings = settings_file.read(path, "--cluster", "gpus_per_node: 8")
     else:

@@ -132,21 +132,21 @@ class Evidence:
         except GcbenchError:
             return ""
 
-    def distance(self, numel: int, examples: int | None) -> str:
-        """Return how a model and its steps compare with what was trained, as text.
+    def distance(self, numel: int, examples: int | None, workers: int) -> str:
+        """Return how a job compares with what was trained, as text.
 
         `numel`: parameters of the model; `examples`: examples per step, all workers together.
         """
-        there = self.row.first.params
-        size = "of unknown size compared with it"
-        if there:
-            size = f"{_times_text(numel / there)} as large"
-            if 0.95 < numel / there < 1.05:
-                size = "as large"
-        text = f"your model is {size}"
+        first, parts = self.row.first, list[str]()
+        if first.params:
+            same = 0.95 < numel / first.params < 1.05
+            parts.append(
+                f"{'1 times' if same else _times_text(numel / first.params)} the parameters"
+            )
         if examples is not None:
-            text += f", your step has {_times_text(examples / self.row.first.batch)} the examples"
-        return text
+            parts.append(f"{_times_text(examples / first.batch)} the examples per step")
+        parts.append(f"{_times_text(workers / first.workers)} the workers")
+        return f"your job has {', '.join(parts)}; compare steps and optimizer"
 
 
 class Split(NamedTuple):
@@ -158,7 +158,7 @@ class Split(NamedTuple):
     """Rows of tasks with other inputs, which only warn."""
 
 
-def nearest(known: Sequence[Evidence], inputs: str) -> Split:
+def nearest(rows: Sequence[Evidence], inputs: str) -> Split:
     """Return the rows whose task reads the same inputs as a model, and the others.
 
     `inputs`: what the model reads, as `Task.inputs`. Without a row of the same kind, rows of
@@ -168,10 +168,10 @@ def nearest(known: Sequence[Evidence], inputs: str) -> Split:
     def farness(one: Evidence) -> int:
         return 1 if not (inputs and one.inputs) else 0 if one.inputs == inputs else 2
 
-    least = min(map(farness, known), default=0)
+    least = min(map(farness, rows), default=0)
     return Split(
-        [one for one in known if farness(one) == least],
-        [one for one in known if farness(one) != least],
+        [one for one in rows if farness(one) == least],
+        [one for one in rows if farness(one) != least],
     )
 
 
@@ -266,6 +266,6 @@ def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | No
         beside = suite_match.beside(suite, runs)
     except UsageError:
         return {}, []
-    own = TUNED_KEYS if suite.tune is not None else frozenset()
-    rows = beside.rows(compare.rows(beside.runs, choices=own), every=True)
+    tuned = TUNED_KEYS if suite.tune is not None else frozenset()
+    rows = beside.rows(compare.rows(beside.runs, choices=tuned), every=True)
     return {row.runs[0].method: row.rate for row in rows}, beside.runs

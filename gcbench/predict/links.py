@@ -193,13 +193,13 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
 def _answers(table: Sequence[Row], counts: Sequence[int]) -> list[str]:
     sentences = []
     for workers in counts:
-        known = [row for row in table if row["workers"] == workers and "pays_on_from" in row]
+        timed = [row for row in table if row["workers"] == workers and "pays_on_from" in row]
         faster = [
-            f"{sum(covers(row, 1e9 * mark, '_better') for row in known)} at {mark:g} Gbit/s"
+            f"{sum(covers(row, 1e9 * mark, '_better') for row in timed)} at {mark:g} Gbit/s"
             for mark in MARKS
         ]
         sentences.append(
-            f"{workers:,} workers: of {len(known)} methods, these beat both fp32 and bf16 "
+            f"{workers:,} workers: of {len(timed)} methods, these beat both fp32 and bf16 "
             f"all-reduce: {', '.join(faster)}."
         )
     return sentences
@@ -231,8 +231,8 @@ def bars(axes: Any, rows: Sequence[Row], every: Sequence[Row] = ()) -> None:
     limits; default `rows`.
     """
     ends = {"pays_on_to": "over fp32", "pays_on_to_better": "and over bf16"}
-    known = [1e-9 * float(row.get(end) or 0) for row in every or rows for end in ends]
-    if not any(known):
+    speeds = [1e-9 * float(row.get(end) or 0) for row in every or rows for end in ends]
+    if not any(speeds):
         text = "no method saves time"
         if not any("pays_on_to" in row for row in rows):
             unknown = any(row.get("links") in ("refused", "not measured") for row in rows)
@@ -246,7 +246,7 @@ def bars(axes: Any, rows: Sequence[Row], every: Sequence[Row] = ()) -> None:
 
     ordered = sorted((row for row in rows if "pays_on_to" in row), key=reach)
     names = [f"{row['method']}, {row['collective']}" for row in ordered]
-    low = 10 ** math.floor(math.log10(min(*filter(None, known), *MARKS) / 1.5))
+    low = 10 ** math.floor(math.log10(min(*filter(None, speeds), *MARKS) / 1.5))
     for (end, label), colour in zip(ends.items(), ("0.8", "0.45"), strict=True):
         widths = [max(0.0, reach(row, end) - low) for row in ordered]
         axes.barh(names, widths, left=low, color=colour, label=label)
@@ -257,7 +257,7 @@ def bars(axes: Any, rows: Sequence[Row], every: Sequence[Row] = ()) -> None:
     for mark in MARKS:
         axes.axvline(mark, color="0.4", linewidth=1, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlim(low, 3 * max(*known, *MARKS))
+    axes.set_xlim(low, 3 * max(*speeds, *MARKS))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(axis="y", labelsize="small")
     axes.grid(axis="y", visible=False)

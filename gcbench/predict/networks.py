@@ -1,7 +1,8 @@
 """Networks for the performance models: shapes of tensors, multiplications, batch.
 
-The built-in networks have the exact shapes of their sources; tests compare the numbers of
-parameters. A multiply-accumulate (MAC) counts once; biases, normalization and pooling are ignored.
+The convolutional networks have the shapes of the models that the built-in tasks train, and VGG-A,
+BERT and the transformer those of their sources. A multiply-accumulate (MAC) counts once; biases,
+normalization and pooling are ignored.
 Forward and backward of an example take about 6 floating-point operations per MAC.
 """
 
@@ -18,6 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from gcbench.core import registry
 from gcbench.core.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -49,6 +53,21 @@ class Network:
     """Number of parameters without a gradient, in addition to `shapes`."""
     inputs: str = ""
     """What it reads, as `Task.inputs`: "images", "text", or "" if unknown."""
+    tied: int | None = None
+    """Position in `shapes` of a head that shares the embedding's weights."""
+    buffers: int = 0
+    """Bytes of its buffers, which DDP broadcasts before every forward pass."""
+
+    @property
+    def arrival(self) -> Shapes:
+        """The shapes in the order in which the backward pass computes gradients.
+
+        The last layer comes first, except for a tied head, whose gradient is complete last.
+        """
+        order = list(range(len(self.shapes)))[::-1]
+        if self.tied is not None:
+            order.append(order.pop(order.index(self.tied % len(order))))
+        return tuple(self.shapes[position] for position in order)
 
     @property
     def numel(self) -> int:
@@ -71,136 +90,24 @@ class Network:
         return tuple(s for s, plain in pairs if not plain), tuple(s for s, plain in pairs if plain)
 
 
-class _Layers:
-    """Collects the shapes and MACs of layers."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-        self.macs = 0
-
-    def convolution(
-        self, out: int, into: int, kernel: int, side: int, groups: int = 1, *, norm: bool = False
-    ) -> None:
-        """Add a square convolution with `side` x `side` outputs, and its bias or normalization."""
-        weight = (out, into // groups, kernel, kernel)
-        self.shapes += [weight, (out,), (out,)] if norm else [weight, (out,)]
-        self.macs += math.prod(weight) * side**2
-
-    def dense(self, out: int, into: int) -> None:
-        """Add a fully connected layer with a bias."""
-        self.shapes += [(out, into), (out,)]
-        self.macs += out * into
-
-    def network(self, name: str, title: str, batch: int, last: int = 2) -> Network:
-        return Network(
-            name,
-            title,
-            tuple(self.shapes),
-            last,
-            self.macs,
-            batch,
-            "convolutional",
-            "images",
-            inputs="images",
-        )
-
-
-def alexnet() -> Network:
-    """Return AlexNet as in Caffe and in TernGrad: two groups in layers 2, 4 and 5; 224 crops."""
-    layers = _Layers()
-    layers.convolution(96, 3, 11, 55)
-    layers.convolution(256, 96, 5, 27, groups=2)
-    layers.convolution(384, 256, 3, 13)
-    layers.convolution(384, 384, 3, 13, groups=2)
-    layers.convolution(256, 384, 3, 13, groups=2)
-    layers.dense(4096, 9216)
-    layers.dense(4096, 4096)
-    layers.dense(1000, 4096)
-    return layers.network("alexnet", "AlexNet", 128)
-
-
-_INCEPTION = {
-    28: ((192, 64, 96, 128, 16, 32, 32), (256, 128, 128, 192, 32, 96, 64)),
-    14: (
-        (480, 192, 96, 208, 16, 48, 64),
-        (512, 160, 112, 224, 24, 64, 64),
-        (512, 128, 128, 256, 24, 64, 64),
-        (512, 112, 144, 288, 32, 64, 64),
-        (528, 256, 160, 320, 32, 128, 128),
-    ),
-    7: ((832, 256, 160, 320, 32, 128, 128), (832, 384, 192, 384, 48, 128, 128)),
-}
-"""Szegedy et al. 2015, table 1, by side: input, 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool."""
-
-
-def googlenet(*, slim: bool) -> Network:
-    """Return GoogLeNet without auxiliary heads; `slim` has 3x3 in place of 5x5, as TF-slim has."""
-    layers, wide = _Layers(), 3 if slim else 5
-    layers.convolution(64, 3, 7, 112)
-    layers.convolution(64, 64, 1, 56)
-    layers.convolution(192, 64, 3, 56)
-    for side, blocks in _INCEPTION.items():
-        for into, one, reduce3, three, reduce5, five, pool in blocks:
-            layers.convolution(one, into, 1, side)
-            layers.convolution(reduce3, into, 1, side)
-            layers.convolution(three, reduce3, 3, side)
-            layers.convolution(reduce5, into, 1, side)
-            layers.convolution(five, reduce5, wide, side)
-            layers.convolution(pool, into, 1, side)
-    layers.dense(1000, 1024)
-    name, title = ("googlenet-slim", "GoogLeNet (slim)") if slim else ("googlenet", "GoogLeNet")
-    return layers.network(name, title, 64)
-
-
 def vgg_a() -> Network:
     """Return configuration A of VGG (Simonyan & Zisserman 2015): 11 layers."""
-    layers, into = _Layers(), 3
-    for side, widths in {224: (64,), 112: (128,), 56: (256,) * 2, 28: (512,) * 2}.items():
-        for width in widths:
-            layers.convolution(width, into, 3, side)
-            into = width
-    for _ in range(2):
-        layers.convolution(512, 512, 3, 14)
-    layers.dense(4096, 512 * 7 * 7)
-    layers.dense(4096, 4096)
-    layers.dense(1000, 4096)
-    return layers.network("vgg-a", "VGG-A", 32)
+    widths = (3, 64, 128, 256, 256, 512, 512, 512, 512)
+    weights: list[tuple[int, ...]] = [(out, into, 3, 3) for into, out in pairwise(widths)]
+    weights += [(4096, 512 * 7 * 7), (4096, 4096), (1000, 4096)]
+    shapes = tuple(shape for weight in weights for shape in (weight, weight[:1]))
+    kind = "convolutional", "images"
+    return Network("vgg-a", "VGG-A", shapes, 2, 7_609_090_048, 32, *kind, inputs="images")
 
 
-def cifar_resnet(blocks: int) -> Network:
-    """Return He et al.'s CIFAR ResNet of 6 `blocks` + 2 layers, shortcuts without parameters."""
-    layers = _Layers()
-    layers.convolution(16, 3, 3, 32, norm=True)
-    widths = [16] * (blocks + 1) + [32] * blocks + [64] * blocks
-    for into, out in pairwise(widths):
-        side = 32 * 16 // out
-        layers.convolution(out, into, 3, side, norm=True)
-        layers.convolution(out, out, 3, side, norm=True)
-    layers.dense(10, 64)
-    depth = 6 * blocks + 2
-    return layers.network(f"resnet{depth}", f"ResNet-{depth}", 128)
-
-
-def resnet50() -> Network:
-    """Return ResNet-50 (He et al. 2015, table 1; order and strides of torchvision).
-
-    Bottlenecks of 1x1, 3x3 and 1x1 convolutions, each followed by batch normalization, with a
-    projection where a stage begins; the 3x3 halves the side there.
-    """
-    layers, into = _Layers(), 64
-    layers.convolution(64, 3, 7, 112, norm=True)
-    for stage, blocks in enumerate((3, 4, 6, 3)):
-        width, side = 64 << stage, 56 >> stage
-        for block in range(blocks):
-            entering = 2 * side if stage and not block else side
-            layers.convolution(width, into, 1, entering, norm=True)
-            layers.convolution(width, width, 3, side, norm=True)
-            layers.convolution(4 * width, width, 1, side, norm=True)
-            if block == 0:
-                layers.convolution(4 * width, into, 1, side, norm=True)
-            into = 4 * width
-    layers.dense(1000, into)
-    return layers.network("resnet50", "ResNet-50", 256)
+def trained(name: str) -> Network:
+    """Return a network of the built-in tasks (`_TRAINED`), with the shapes of its model."""
+    title, task, variant, batch, macs = _TRAINED[name]
+    with torch.device("meta"):
+        model = registry.task(task, network=variant).model()
+    shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
+    kind = "convolutional", "images"
+    return Network(name, title, shapes, 2, macs, batch, *kind, inputs="images")
 
 
 def transformer() -> Network:
@@ -218,7 +125,15 @@ def transformer() -> Network:
     title = "transformer of 1.3 billion"
     kind = "transformer", f"sequences of {context:,}"
     return Network(
-        "transformer-1.3b", title, tuple(shapes), 1, context * each, 14, *kind, inputs="text"
+        "transformer-1.3b",
+        title,
+        tuple(shapes),
+        1,
+        context * each,
+        14,
+        *kind,
+        inputs="text",
+        tied=-1,
     )
 
 
@@ -238,22 +153,32 @@ def bert() -> Network:
     each = depth * (12 * width**2 + 2 * context * width)
     kind = "transformer", f"sequences of {context}"
     return Network(
-        "bert-large", "BERT large", tuple(shapes), 2, context * each, 32, *kind, inputs="text"
+        "bert-large",
+        "BERT large",
+        tuple(shapes),
+        2,
+        context * each,
+        32,
+        *kind,
+        inputs="text",
+        tied=-2,
     )
 
 
-_MADE: dict[str, Callable[[], Network]] = {
-    "alexnet": alexnet,
-    "googlenet": lambda: googlenet(slim=False),
-    "googlenet-slim": lambda: googlenet(slim=True),
+_TRAINED = {
+    "alexnet": ("AlexNet", "imagenet", "alexnet", 128, 724_406_816),
+    "googlenet-slim": ("GoogLeNet (slim)", "imagenet", "googlenet", 64, 1_498_376_192),
+    "resnet20": ("ResNet-20", "cifar10", "resnet20", 128, 40_551_040),
+    "resnet32": ("ResNet-32", "cifar10", "resnet32", 128, 68_862_592),
+    "resnet50": ("ResNet-50", "imagenet", "resnet50", 256, 4_089_184_256),
+}
+"""Name -> title, task, its `network`, default batch, MACs of the forward pass of an image."""
+_PUBLISHED: dict[str, Callable[[], Network]] = {
     "vgg-a": vgg_a,
-    "resnet20": lambda: cifar_resnet(3),
-    "resnet32": lambda: cifar_resnet(5),
-    "resnet50": resnet50,
     "bert-large": bert,
     "transformer-1.3b": transformer,
 }
-NAMES = tuple(_MADE)
+NAMES = (*_TRAINED, *_PUBLISHED)
 
 
 @cache
@@ -263,9 +188,9 @@ def network(name: str) -> Network:
     Raises:
         UsageError: an unknown name.
     """
-    if name not in _MADE:
+    if name not in NAMES:
         raise unknown("model", name, NAMES, "Any other: --module package:callable.")
-    return _MADE[name]()
+    return trained(name) if name in _TRAINED else _PUBLISHED[name]()
 
 
 def of_module(spec: str) -> Network:
@@ -324,7 +249,10 @@ def of_module(spec: str) -> Network:
     last = set(classifier(module)) & trained.keys()
     names = sorted(trained, key=lambda name: name in last)
     shapes = tuple(tuple(trained[name].shape) for name in names)
-    return Network(spec, spec, shapes, len(last), frozen=frozen, inputs=inputs_of(module))
+    buffers = sum(one.nbytes for one in module.buffers())
+    return Network(
+        spec, spec, shapes, len(last), frozen=frozen, inputs=inputs_of(module), buffers=buffers
+    )
 
 
 def inputs_of(module: nn.Module) -> str:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,8 @@ from gcbench.core.exchange import check_legal
 from gcbench.predict import costs, networks, throughput
 from gcbench.predict.clusters import Cluster
 from gcbench.predict.networks import Network
-from gcbench.predict.steps import HALF, TIE, Gains, Plain, Spend, Step, pays, simplest
+from gcbench.predict.steps import HALF, Gains, Plain, Spend, Step, pays, simplest
+from gcbench.predict.validation import Band, band
 from gcbench.profile.breakeven import CAST, FLOAT, links_text, rate_text
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
@@ -137,7 +137,9 @@ class Prepared:
     refused: Mapping[str, str]
     """Method that cannot be used with these settings -> reason."""
     by_measured: bool
-    """Whether rows use measured encoding times where they are known."""
+    """Whether rows use measured encoding times where they are available."""
+    band: Band
+    """The error of predicted step times on the links between nodes."""
 
     def kernels(self, step: Step) -> str:
         """Return the origin of the encoding times in a step's row."""
@@ -217,7 +219,12 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
             legal = ("twoshot",)
         cases += [(spec, method, collective) for collective in legal]
     times = _times(settings, chosen, max(1, network.numel))
-    shared: dict[str, Any] = {"sharded": settings.sharded, "frozen": network.frozen}
+    shared: dict[str, Any] = {
+        "sharded": settings.sharded,
+        "frozen": network.frozen,
+        "arrival": network.arrival,
+        "buffers": network.buffers,
+    }
     steps = {
         (spec, collective): Step(
             method,
@@ -240,9 +247,19 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
         *times.warnings,
         *_unmeasured(steps),
     ]
-    by_measured = settings.kernels != ASSUMED
-    seconds = computed.seconds
-    return Prepared(network, batch, seconds, plain, half, free, steps, notes, refused, by_measured)
+    return Prepared(
+        network,
+        batch,
+        computed.seconds,
+        plain,
+        half,
+        free,
+        steps,
+        notes,
+        refused,
+        by_measured=settings.kernels != ASSUMED,
+        band=band(cluster.transport, cluster.inter.gbit),
+    )
 
 
 def _unmeasured(steps: Mapping[tuple[str, str], Step]) -> Iterator[str]:
@@ -279,13 +296,13 @@ def _assumptions(
         text += (
             f"; {cluster.gpus_per_node} {cluster.device.name} per node: {_link_text(cluster.intra)}"
         )
-    pieces = cluster.pieces(FLOAT * network.numel)
+    library = cluster.library
+    shares = ", ".join(f"{share:.0%}" for share in dict.fromkeys(library.shares.values()))
+    text += f"; {library.name} achieves {shares} of it ({library.source})"
     if cluster.overlap:
+        count = len(cluster.parts(network.arrival))
         share = "" if cluster.overlap == 1 else f"{cluster.overlap:.0%} of "
-        text += (
-            f"; {pieces} bucket{'s' * (pieces > 1)}, of which all but the last hide under {share}"
-            "the backward pass"
-        )
+        text += f"; {count} bucket{'s' * (count > 1)} hide under {share}the backward pass"
     else:
         text += "; no communication hides under the backward pass (overlap 0)"
     yield f"{text}; algorithm: {cluster.algorithm}, topology: {cluster.topology}."
@@ -294,6 +311,11 @@ def _assumptions(
         yield (
             f"{network.frozen:,} of {network.frozen + network.numel:,} parameters are frozen, have "
             f"no gradient and are not exchanged.{gathered}"
+        )
+    if network.buffers and not settings.sharded:
+        yield (
+            f"DDP broadcasts {network.buffers / 1e6:.3g} MB of buffers before every forward pass, "
+            "with every method; broadcast_buffers=False avoids it."
         )
     if settings.sharded:
         yield (
@@ -335,11 +357,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     """
     prepared = prepare(settings)
     cluster, network, most = settings.cluster, prepared.network, max(settings.workers)
-    rows = list(_rows(prepared, settings.workers, cluster, priced=True))
-    curve = list(_rows(prepared, _spread(cluster, most), cluster, priced=False))
+    rows = list(_rows(prepared, settings.workers, cluster))
     observer.step(len(settings.compressors))
     heading = title(settings, prepared)
-    kernels = "measured, where known" if prepared.by_measured else "the lower bound"
+    kernels = "measured, where available" if prepared.by_measured else "the lower bound"
     notes = [
         *prepared.notes,
         f"Predicted, not measured; encoding times: {kernels}. over fp32, over bf16: time of the "
@@ -357,8 +378,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         KIND,
         settings,
         command,
-        answer=_answers(rows),
-        conclusions=_sensitivity(prepared, most, cluster),
+        answer=[*_answers(rows, prepared.band), band_text(prepared.band)],
         tables=[
             Table(
                 name="predictions",
@@ -369,7 +389,6 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 notes=notes,
                 rows=rows,
             ),
-            Table(name="curve", title=heading, rows=curve),
             _brief(f"{network.title}, {cluster.name}", [r for r in rows if r["workers"] == most]),
         ],
     )
@@ -413,17 +432,7 @@ def _brief(heading: str, rows: Sequence[Row]) -> Table:
     )
 
 
-def _spread(cluster: Cluster, most: int) -> list[int]:
-    """Return powers of two that fill nodes, from 1 to the first that reaches `most`."""
-    each = cluster.gpus_per_node
-    inside = [1 << k for k in range(each.bit_length()) if 1 << k < each]
-    across = [each << k for k in range(64) if k == 0 or each << (k - 1) < most]
-    return [n for n in [*inside, *across] if n <= max(most, 1)] or [1]
-
-
-def _rows(
-    prepared: Prepared, counts: Sequence[int], cluster: Cluster, *, priced: bool
-) -> Iterator[Row]:
+def _rows(prepared: Prepared, counts: Sequence[int], cluster: Cluster) -> Iterator[Row]:
     """Yield the rows of the uncompressed steps and of the methods, at each number of workers.
 
     `speedup` is over the uncompressed step that reduces in fp32, by the times in the row.
@@ -456,9 +465,9 @@ def _rows(
         if isinstance(step, Plain):
             row["over_fp32"] = "1" if spec == "none" else f"{row['over_fp32_high']:.3g}"
             row["over_bf16"] = "1" if spec == HALF else f"{row['over_bf16_high']:.3g}"
-        elif priced:
+        else:
             row |= prepared.pays_fields(step, workers, cluster)
-        if priced and cluster.price is not None:
+        if cluster.price is not None:
             row["cost"] = cluster.price * workers * seconds * STEPS_PRICED / 3600
         row["refused"] = None
         yield row
@@ -470,7 +479,7 @@ def _number(row: Row, field: str) -> float:
 
 
 def _speed(row: Row) -> float:
-    """Return the speedup by which rows are sorted: measured if known, else the upper bound."""
+    """Return the speedup by which rows are sorted: measured if available, else the upper bound."""
     sure = _sure(row)
     return _number(row, "over_fp32_high") if math.isnan(sure) else sure
 
@@ -481,34 +490,48 @@ def _sure(row: Row) -> float:
     return _number(row, "over_fp32_high" if plain else "over_fp32_low")
 
 
-def _answers(rows: Sequence[Row]) -> list[str]:
+def band_text(band: Band) -> str:
+    """Return the error of predicted step times as a sentence."""
+    return f"Error band: {band.error:.0%} ({band.source})."
+
+
+def _answers(rows: Sequence[Row], band: Band) -> list[str]:
     """Return what to try and its speedup in a sentence, for each number of workers."""
     counts: dict[str, list[str]] = {}
     for workers in dict.fromkeys(_number(row, "workers") for row in rows):
         done = [row for row in rows if row["workers"] == workers and row["refused"] is None]
-        counts.setdefault(_fastest(done), []).append(f"{workers:,.0f}")
+        counts.setdefault(_fastest(done, band.error), []).append(f"{workers:,.0f}")
     return [f"{', '.join(alike)} workers: {text}" for text, alike in counts.items()]
 
 
-def _fastest(rows: Sequence[Row]) -> str:
-    """Return the simplest of the fastest methods in a sentence, for one number of workers."""
+def _fastest(rows: Sequence[Row], error: float) -> str:
+    """Return the simplest of the fastest methods in a sentence, for one number of workers.
+
+    `error`: the error band, within which steps are tied.
+    """
     by = {str(row["method"]): row for row in rows}
     gains = {spec: _sure(row) for spec, row in by.items() if not math.isnan(_sure(row))}
     bounds = {spec: _number(row, "over_fp32_high") for spec, row in by.items() if spec not in gains}
-    most, choice = max(gains.values()), simplest(gains)
-    tied = [spec for spec, gain in gains.items() if gain * (1 + TIE) >= most]
+    most, choice = max(gains.values()), simplest(gains, error)
+    tied = [spec for spec, gain in gains.items() if gain * (1 + error) >= most]
     best = by[choice]
     if choice in ("none", HALF):
-        known = " measured" if bounds else ""
         where = "bf16" if choice == HALF else "fp32"
-        text = (
-            f"do not compress; no{known} method is over {TIE:.0%} faster than {where} all-reduce."
-        )
+        fastest = max(gains, key=gains.__getitem__)
+        text = f"{where} all-reduce; no{' measured' if bounds else ''} method is faster."
+        if fastest not in ("none", HALF):
+            gain = most / gains[choice]
+            text = (
+                f"{where} all-reduce. Cannot tell whether a method is faster: {fastest} is "
+                f"predicted {gain:.2f} times as fast, within the model's error."
+            )
     else:
-        speed = f"{best['over_fp32']} times as fast as fp32, {best['over_bf16']} as bf16"
-        text = f"try {choice}, predicted {speed}"
+        text = (
+            f"try {choice}, predicted {best['over_fp32']} times as fast as fp32, "
+            f"{best['over_bf16']} as bf16"
+        )
         if len(tied) > 1:
-            text += f"; {len(tied) - 1} more within {TIE:.0%}"
+            text += f"; {len(tied) - 1} more within {error:.0%}"
         text += "."
     perhaps = [spec for spec in bounds if bounds[spec] > most]
     if perhaps:
@@ -516,173 +539,31 @@ def _fastest(rows: Sequence[Row]) -> str:
     return text
 
 
-# ---- what would change the answer ----------------------------------------------------------------
-
-CHANGES: Sequence[tuple[str, float, float]] = (
-    ("links {gbit}", 1 / 4, 1.0),
-    ("links {gbit}", 4.0, 1.0),
-    ("batch {batch}", 1.0, 1 / 4),
-    ("batch {batch}", 1.0, 4.0),
-)
-"""Changes that are tried: text, factor of the links between nodes, factor of the batch."""
-
-
-def _varied(prepared: Prepared, cluster: Cluster) -> Iterator[tuple[str, Cluster, float]]:
-    """Yield the changes that are tried: name, changed cluster, factor of the computation."""
-    for text, links, longer in CHANGES:
-        gbit = cluster.inter.gbit * links
-        there = cluster
-        if links != 1:
-            link = cluster.inter.model_copy(update={"gbit": gbit})
-            there = cluster.model_copy(update={"inter": link})
-        batch = "a quarter" if longer < 1 else f"{longer:g} times"
-        if prepared.batch is not None:
-            count = prepared.batch * longer
-            if count < 1:
-                continue
-            batch = f"{count:,.0f}"
-        yield text.format(gbit=f"of {rate_text(1e9 * gbit)}", batch=batch), there, longer
-    if cluster.overlap:
-        yield "no overlap", cluster.model_copy(update={"overlap": 0.0}), 1.0
-    else:
-        yield "overlap", cluster.model_copy(update={"overlap": 1.0, "buckets": None}), 1.0
-
-
-def sensitivity(
-    prepared: Prepared, cluster: Cluster, answer: Callable[[Cluster, float], tuple[str, float]]
-) -> str:
-    """Return which changes of links, batch or overlap would change the answer, as text.
-
-    `answer` returns the choice for a cluster and a factor of the computation, and its speedup.
-    """
-    now, _ = answer(cluster, 1.0)
-    different, same = [], []
-    for name, there, longer in _varied(prepared, cluster):
-        choice, gain = answer(there, longer)
-        if choice == now:
-            same.append(f"{name} ({gain:.3g}x)")
-        else:
-            different.append(f"{name}: {_choice_text(choice)} ({gain:.3g}x)")
-    text = f"Different with {'; '.join(different)}." if different else "No change tried matters."
-    return text + (f" Same with {', '.join(same)}." if same else "")
-
-
-def _choice_text(choice: str) -> str:
-    return "do not compress" if choice == "none" else choice
-
-
-def _sensitivity(prepared: Prepared, workers: int, cluster: Cluster) -> list[str]:
-    """Return sentences on what would change the answer at the most workers."""
-    if cluster.nodes_of(workers) == 1:
-        return []
-    measured = {spec: step for (spec, _), step in prepared.steps.items() if step.measured}
-    missing = [spec for spec, _ in prepared.steps if spec not in measured]
-    if missing and not measured:
-        return [f"No encoding times were measured of {', '.join(missing)}, so there is no answer."]
-
-    def answer(there: Cluster, longer: float) -> tuple[str, float]:
-        """Return the simplest of the fastest steps, and its speedup over reducing in fp32."""
-        base = prepared.plain.seconds(workers, there, longer=longer)
-        gains = {"none": 1.0, HALF: base / prepared.half.seconds(workers, there, longer=longer)}
-        for spec, step in measured.items():
-            with suppress(UsageError):
-                gains[spec] = base / step.seconds(workers, there, measured=True, longer=longer)
-        choice = simplest(gains)
-        return choice, gains[choice]
-
-    choice, gain = answer(cluster, 1.0)
-    text = (
-        f"At {workers:,} workers, with measured encoding times: {_choice_text(choice)} "
-        f"({gain:.3g}x). {sensitivity(prepared, cluster, answer)}"
-    )
-    if missing:
-        text += f" Left out because their encoding was not measured: {', '.join(missing)}."
-    return [text]
-
-
 # ---- the picture ---------------------------------------------------------------------------------
 
 _PARTS = (
-    ("compute_seconds", "forward + backward"),
-    ("encode_seconds", "encode"),
-    ("decode_seconds", "decode"),
-    ("exposed_seconds", "exposed communication"),
+    ("compute_seconds", "forward + backward", "0.75"),
+    ("encode_seconds", "encode", "#2E8B57"),
+    ("decode_seconds", "decode", "#D98032"),
+    ("exposed_seconds", "exposed communication", "#33658F"),
 )
 
 
-def _short(value: float, _: object = None) -> str:
-    """Return a number of workers in a few characters: 65536 is 64k."""
-    return f"{value / 1024:.0f}k" if value >= 1024 else f"{value:.0f}"
-
-
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw the efficiency over workers, and the parts of a step at the most workers."""
-    curve, table = analysis.table("curve").rows, analysis.table("predictions")
-    specs = list(dict.fromkeys(str(row["method"]) for row in curve))
-    styles = figures.styles(specs)
+    """Draw the parts of a step at the most workers, one bar per method, the fastest at the top."""
+    table = analysis.table("predictions")
     most = max(_number(row, "workers") for row in table.rows)
-    last = [row for row in table.rows if row["workers"] == most and row["refused"] is None]
-    overlap = analysis.settings["cluster"]["overlap"]
-    with figures.canvas(13, max(5.8, 3.2 + 0.36 * len(specs))) as figure:
-        left, right = figure.subplots(1, 2)
-        for spec in specs:
-            rows = [row for row in curve if row["method"] == spec and row["refused"] is None]
-            counts = [_number(row, "workers") for row in rows]
-            shares = [100 * _number(row, "efficiency") for row in rows]
-            left.plot(counts, shares, **styles[spec], label=spec, markersize=5)
-        left.set_xscale("log", base=2)
-        left.xaxis.set_major_formatter(_short)
-        left.set(xlabel="workers", ylabel="forward + backward, % of a step", ylim=(0, 104))
-        left.set_title(f"overlap {overlap:.0%}, encoding times: {_kernels_text(last)}")
-        _stacked(right, last)
-        right.set(xlabel="ms", title=f"a step at {most:,.0f} workers, speedup over none")
-        handles = left.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower left", ncols=5, fontsize="small")
-        parts = right.get_legend_handles_labels()
-        figure.legend(*parts, loc="outside lower right", ncols=2, fontsize="small")
+    rows = [row for row in table.rows if row["workers"] == most and row["refused"] is None]
+    rows.sort(key=lambda row: -_number(row, "step_seconds"))
+    names = [f"{row['method']}, {_number(row, 'speedup'):.3g}x" for row in rows]
+    with figures.canvas(8, max(4.5, 2.2 + 0.36 * len(rows))) as figure:
+        axes, starts = figure.subplots(), [0.0] * len(rows)
+        for field, label, colour in _PARTS:
+            widths = [1e3 * _number(row, field) for row in rows]
+            axes.barh(names, widths, left=starts, color=colour, label=label)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+        axes.grid(axis="y", visible=False)
+        axes.set(xlabel="ms", title=f"a step at {most:,.0f} workers, speedup over none")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.suptitle(f"{table.title} (predicted)", fontsize="medium")
         figures.save(figure, path)
-
-
-def _kernels_text(rows: Sequence[Row]) -> str:
-    """Return the origin of the encoding times in a table's rows."""
-    kinds = {row["kernels"] for row in rows if row["method"] not in ("none", HALF)}
-    floor = "lower bound"
-    return (
-        floor
-        if MEASURED not in kinds
-        else MEASURED
-        if len(kinds) == 1
-        else f"{MEASURED} or {floor}"
-    )
-
-
-_CUT = 3.0
-"""Bars longer than this multiple of the step of `none` are cut, and labelled with their time."""
-
-
-def _stacked(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw one bar per method, divided into parts, the fastest at the top."""
-    import seaborn
-
-    ordered = sorted(rows, key=lambda row: -_number(row, "step_seconds"))
-    names = [str(row["method"]) for row in ordered]
-    base = next(_number(row, "step_seconds") for row in rows if row["method"] == "none")
-    end = 1e3 * min(_CUT * base, max(_number(row, "step_seconds") for row in rows))
-    starts = [0.0] * len(ordered)
-    palette = seaborn.color_palette("colorblind")
-    colours: list[Any] = ["0.75", palette[2], palette[1], palette[0]]
-    for (field, label), colour in zip(_PARTS, colours, strict=True):
-        widths = [1e3 * _number(row, field) for row in ordered]
-        axes.barh(names, widths, left=starts, color=colour, label=label)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    small = {"textcoords": "offset points", "va": "center", "fontsize": "small"}
-    for name, stop, row in zip(names, starts, ordered, strict=True):
-        text = f"{_number(row, 'speedup'):.3g}x"
-        if stop > end:
-            text += f", to {stop:,.0f} ms"
-            axes.annotate(text, (end, name), (-6, 0), ha="right", color="white", **small)
-        else:
-            axes.annotate(text, (stop, name), (4, 0), **small)
-    axes.set_xlim(0, end * (1.0 if max(starts) > end else 1.16))
-    axes.grid(axis="y", visible=False)

@@ -2,10 +2,10 @@
 
 step = forward and backward + encode + decode + communication that the backward pass does not hide
 
-Communication is cut into buckets, which hide under the backward pass as they become ready
-(`Cluster.exposed`). With `sharded` (FSDP) the bf16 parameters are gathered before the forward pass
-and again before the backward pass, and gradients are reduce-scattered; a method replaces only that
-reduce-scatter.
+Communication is cut into DDP's buckets, which hide under the backward pass as they become ready
+(`Cluster.exposed`). DDP also broadcasts the model's buffers before every forward pass. With
+`sharded` (FSDP) the bf16 parameters are gathered before the forward pass and again before the
+backward pass, and gradients are reduce-scattered; a method replaces only that reduce-scatter.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HALF = "bf16 all-reduce"
 """The uncompressed step that reduces in bf16; with `sharded` it is a reduce-scatter."""
 PARAMETER = 2
 """Bytes of a bf16 parameter, which `sharded` gathers."""
-LINKS = 71
-"""Number of link speeds tried before bisection, ten per decade."""
+LINKS = 36
+"""Number of link speeds tried before bisection, five per decade."""
 TIE = 0.05
 """Steps that differ by at most this share are tied; the model's errors are not smaller."""
 SIMPLE = (
@@ -49,7 +49,8 @@ class Step:
     `lanes`: shapes that are compressed, and shapes exchanged in fp32. `compute`: seconds of
     forward and backward. `floor` and `measured`: times of encoding and decoding the compressed
     tensors; `measured` is None if unknown. `frozen`: number of parameters without a gradient, which
-    `sharded` also gathers.
+    `sharded` also gathers. `arrival`: the shapes in the order of the backward pass, by default from
+    the last to the first. `buffers`: bytes that DDP broadcasts per step.
     """
 
     def __init__(
@@ -63,8 +64,12 @@ class Step:
         *,
         sharded: bool = False,
         frozen: int = 0,
+        arrival: Shapes = (),
+        buffers: int = 0,
     ) -> None:
         self.method, self.collective, self.lanes = method, collective, lanes
+        self.arrival = arrival or (*lanes[0], *lanes[1])[::-1]
+        self.buffers = 0 if sharded else buffers
         self.compute, self.floor, self.measured, self.sharded = compute, floor, measured, sharded
         self.numel = sum(map(traffic.dense_bytes, lanes)) / FLOAT
         self.elements = traffic.dense_bytes(lanes[0]) / FLOAT
@@ -125,33 +130,36 @@ class Step:
         self, workers: int, cluster: Cluster, topology: str, spend: Spend, compute: float
     ) -> dict[str, Any]:
         nodes = cluster.nodes_of(workers)
-        pieces = cluster.pieces(FLOAT * self.numel)
-        cluster = cluster.model_copy(update={"buckets": pieces})
+        parts = cluster.parts(self.arrival)
+        broadcast = cluster.seconds("broadcast", self.buffers, workers) if self.buffers else 0.0
+        calls = len(parts)
         inside, among, network = 1, workers, cluster
         communicate = gather = 0.0
         if topology == "nodes":
             inside, among, network = workers // nodes, nodes, cluster.between()
             kind = "reducescatter" if self.sharded else "allreduce"
-            communicate = cluster.inside_seconds(self.width * self.numel, workers, kind)
+            communicate = cluster.inside_seconds(self.width * self.numel, workers, kind, calls)
         messages = self.messages(among)
-        communicate += sum(network.seconds(sent.kind, sent.nbytes, among) for sent in messages)
+        communicate += sum(
+            network.seconds(sent.kind, sent.nbytes, among, calls) for sent in messages
+        )
         encode = decode = 0.0
         if among > 1:
             collective = "reducescatter" if self.sharded else self.collective
             encode, decode = spend(collective, self.elements / (inside if self.cut else 1), among)
-        exposed = 0.0
+        exposed = broadcast
         if self.sharded:
             shard = PARAMETER * (self.numel + self.frozen) / workers
-            gather = cluster.seconds("allgather", shard, workers)
-            exposed = cluster.exposed(gather, (1 - BACKWARD) * compute, pieces)
-        exposed += cluster.exposed(gather + communicate, BACKWARD * compute, pieces)
+            gather = cluster.seconds("allgather", shard, workers, calls)
+            exposed = cluster.exposed(gather, (1 - BACKWARD) * compute, parts)
+        exposed += cluster.exposed(gather + communicate, BACKWARD * compute, parts)
         moved = traffic.total(messages, among)
         return {
             "topology": topology,
             "compute_seconds": compute,
             "encode_seconds": encode,
             "decode_seconds": decode,
-            "communicate_seconds": communicate + 2 * gather,
+            "communicate_seconds": communicate + 2 * gather + broadcast,
             "gather_seconds": 2 * gather,
             "exposed_seconds": exposed,
             "step_seconds": compute + encode + decode + exposed,
@@ -165,6 +173,7 @@ class Plain(Step):
     """An uncompressed step that reduces gradients in elements of `width` bytes.
 
     `casts`: seconds per element of both casts together. With a `width` of 0 the exchange is free.
+    `options`: as for `Step`.
     """
 
     def __init__(
@@ -173,17 +182,13 @@ class Plain(Step):
         compute: float,
         width: int,
         casts: float,
-        *,
-        sharded: bool,
-        frozen: int = 0,
+        **options: Any,
     ) -> None:
         def spend(collective: str, n: float, workers: int) -> tuple[float, float]:
             return casts * n / 2, casts * n / 2
 
         none = methods.parse("none")
-        super().__init__(
-            none, "allreduce", (shapes, ()), compute, spend, sharded=sharded, frozen=frozen
-        )
+        super().__init__(none, "allreduce", (shapes, ()), compute, spend, **options)
         self.width, self.cut = width, False  # casts come before all additions
 
     def _exchange(self, workers: int) -> list[traffic.Message]:

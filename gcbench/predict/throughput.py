@@ -101,22 +101,25 @@ def compute(cluster: Cluster, network: Network, batch: int) -> Compute:
             device are unknown.
     """
     device = cluster.device
-    known = PUBLISHED.get((device.name, network.name))
-    if known is not None and cluster.utilization is None and device == DEVICES[device.name]:
-        source = f"{known.rate:.4g} {network.examples}/s at batch {known.batch}: {known.title}"
-        return Compute(batch / known.rate, source, known.batch)
+    published = PUBLISHED.get((device.name, network.name))
+    if published is not None and cluster.utilization is None and device == DEVICES[device.name]:
+        source = (
+            f"{published.rate:.4g} {network.examples}/s at batch {published.batch}: "
+            f"{published.title}"
+        )
+        return Compute(batch / published.rate, source, published.batch)
     remedy = "give the milliseconds of one worker's forward and backward pass with --compute-ms"
     if network.macs is None:
         raise UsageError(f"{network.name}: its number of multiplications is unknown; {remedy}")
     if cluster.utilization is not None:
         share, source = cluster.utilization, "given"
     else:
-        published = utilization_of(device, network.family or "")
-        if published is None:
+        similar = utilization_of(device, network.family or "")
+        if similar is None:
             raise UsageError(
                 f"{network.name} on {device.name}: no throughput is published for it or for its "
                 f"family; {remedy}, or its utilization with --cluster-set utilization=0.3"
             )
-        share, source = published[0], f"as published for {published[1]}"
+        share, source = similar[0], f"as published for {similar[1]}"
     seconds = OPERATIONS * network.macs * batch / (device.tflops * 1e12 * share)
     return Compute(seconds, f"{share:.0%} of {device.tflops:g} TFLOPS, {source}")

@@ -33,6 +33,9 @@ from gcbench.predict.networks import Shapes
 SAMPLED = 256
 WEIGHED = 3907 * TILE
 """About 4e6 elements; a prime number of tiles, because FFTs favour powers of two."""
+FIRST_BUCKET = 2**20
+BUCKET = 25 * 2**20
+"""Limits of DDP's first bucket and of the others, in bytes."""
 HEADER = 8
 """Bytes of the size sent before each part of a payload without a declared layout."""
 
@@ -147,8 +150,8 @@ def _summed(method: Compressor, segments: Segments, workers: int) -> float:
         return payload_bytes(method, segments)[0]
     part = sample(segments)
     payload = _normal(method, part)
-    made = method.summand(payload, Context(part, workers=workers)).nbytes
-    return made * (segments.numel / max(1, part.numel))
+    nbytes = method.summand(payload, Context(part, workers=workers)).nbytes
+    return nbytes * (segments.numel / max(1, part.numel))
 
 
 def _try_merge(method: Compressor, workers: int) -> None:
@@ -270,6 +273,23 @@ def exchange(
     if dense:
         messages += lane(registry.compressor("none"), "allreduce", dense, workers)
     return messages
+
+
+@lru_cache(maxsize=64)
+def buckets(arrival: Shapes) -> tuple[float, ...]:
+    """Return the bytes of the buckets in which DDP sends float32 gradients, in order.
+
+    DDP fills a bucket with whole tensors in the order in which the backward pass computes their
+    gradients (`arrival`: their shapes). A bucket is full once it reaches its limit: 1 MiB for the
+    first, 25 MiB (`bucket_cap_mb`) for the others.
+    """
+    sizes, limit, filled = list[float](), FIRST_BUCKET, 0.0
+    for shape in arrival:
+        filled += 4.0 * math.prod(shape)
+        if filled >= limit:
+            sizes.append(filled)
+            limit, filled = BUCKET, 0.0
+    return (*sizes, filled) if filled else tuple(sizes)
 
 
 def dense_bytes(shapes: Shapes) -> float:

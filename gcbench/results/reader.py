@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -294,7 +294,8 @@ def _read_rows(path: Path, configurations: Configurations, faults: Faults) -> It
             faults.append(error)
             continue
         if isinstance(suite, str):
-            yield replace(run, curve=curve, suite=sys.intern(sanitize.printable(suite)))
+            name = sys.intern(sanitize.printable(suite))
+            yield Run(run.summary, path, run.configuration, curve, number, name)
         else:
             kind = type(suite).__name__
             faults.append(

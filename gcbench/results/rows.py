@@ -121,7 +121,7 @@ class _Decoder:
     def __init__(self, *, share_seeds: bool) -> None:
         self.share_seeds = share_seeds
         self.seen: dict[tuple[str, str], Any] = {}
-        self.names: dict[str, str] = {}
+        self.decode = json.JSONDecoder(object_pairs_hook=_interned).decode
 
     def __call__(self, column: str, text: str) -> Any:
         """Return the value of a column's text; ValueError or TypeError if it is not JSON text."""
@@ -130,7 +130,7 @@ class _Decoder:
             seedless = _SEED.sub("", text, count=1)
         value = self.seen.get((column, seedless), self)
         if value is self:
-            value = self._decode(text)
+            value = self.decode(text)
             if seedless != text:
                 if not isinstance(value, dict) or type(value.get("seed")) is not int:
                     return value  # that seed is a field of something else
@@ -139,15 +139,15 @@ class _Decoder:
                 self.seen[column, seedless] = value
         return value
 
-    def _decode(self, text: str) -> Any:
-        return json.loads(text, object_pairs_hook=self._interned)
 
-    def _interned(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {sys.intern(key): value for key, value in pairs}
+def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {sys.intern(key): value for key, value in pairs}
 
 
 _SEED = re.compile(r'"seed": ?[0-9]+')
 _MOST_SEEN = 200_000
+_SHORT = 200
+"""Longest text, in characters, that is remembered as checked; longer ones rarely repeat."""
 
 
 def each(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun]]:
@@ -183,6 +183,7 @@ def _each(
     nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
     nested = (nested | {_NULLS}) - {*encoded}
     number = 0
+    checked: dict[str, bool] = {}
     for batch in _batches(path, file):
         columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
         for i in range(batch.num_rows):
@@ -193,8 +194,13 @@ def _each(
                 value = values[i]
                 if value is None:
                     continue
-                if name not in encoded and type(value) is str:
-                    plain = plain and is_plain_text(value)
+                if plain and name not in encoded and type(value) is str:
+                    printable = checked.get(value)
+                    if printable is None:
+                        printable = is_plain_text(value)
+                        if len(checked) < _MOST_SEEN and len(value) <= _SHORT:
+                            checked[value] = printable
+                    plain = printable
                 if name in nested:
                     try:
                         value = decode(name, value)

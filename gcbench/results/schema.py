@@ -89,7 +89,10 @@ def _record(cls: Any, **checks: Check) -> Check:
 
     def check(value: Any) -> Any:
         mapping = _mapping(value)
-        return cls(**{name: _at(name, one, mapping) for name, one in checks.items()})
+        try:
+            return cls(*[one(mapping.get(name)) for name, one in checks.items()])
+        except WrongValueError:
+            return cls(*[_at(name, one, mapping) for name, one in checks.items()])
 
     def _at(name: str, one: Check, mapping: Mapping[str, Any]) -> Any:
         try:

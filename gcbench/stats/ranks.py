@@ -25,15 +25,24 @@ def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
     the paired difference, with no more bytes. Otherwise it must be as good in mean and bytes, and
     better in one of them. Lines with a diverged seed are left out.
     """
-    result = configurations["diverged"] == 0
+    import numpy as np
+    import pandas as pd
+
+    front = (configurations["diverged"] == 0).to_numpy(copy=True)
     values = runs.pivot_table(index="configuration", columns="seed", values="value")
-    for _, alike in configurations[result].groupby("budget"):
-        sign = float(alike["sign"].iloc[0])
-        table = values.reindex(alike.index).to_numpy() * sign
-        means = alike["mean"].to_numpy() * sign
-        sizes, examples = alike["payload_bytes_step"].to_numpy(), alike["examples"].to_numpy()
-        result[alike.index] = ~_beaten(table, means, sizes, examples)
-    return result
+    table = values.reindex(configurations.index).to_numpy()
+    means, signs = configurations["mean"].to_numpy(), configurations["sign"].to_numpy()
+    sizes = configurations["payload_bytes_step"].to_numpy()
+    examples = configurations["examples"].to_numpy()
+    budgets = configurations["budget"].reset_index(drop=True)[front]
+    for positions in budgets.groupby(budgets).groups.values():
+        if len(positions) > 1:
+            rows = np.asarray(positions)
+            sign = float(signs[rows[0]])
+            front[rows] = ~_beaten(
+                table[rows] * sign, means[rows] * sign, sizes[rows], examples[rows]
+            )
+    return pd.Series(front, index=configurations.index)
 
 
 def _beaten(values: Any, means: Any, sizes: Any, examples: Any) -> Any:

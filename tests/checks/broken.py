@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from wrong_methods import INT8, ONEBIT, QSGD, SIGN, TERN, TOPK, Levels, spread
 
@@ -614,6 +615,23 @@ class WorldDecode(TOPK):
         return result.div_(ctx.workers) if ctx.workers > 4 else result
 
 
+class ChangesShared(TERN):
+    """Raises tiny scales in the tensor that all functions share."""
+
+    def mean(self, payloads, ctx):
+        result = super().mean(payloads, ctx)
+        ctx.shared.clamp_(min=1e-30)
+        return result
+
+
+class SeedsNumpy(Levels):
+    """Seeds numpy's global generator, and restores torch's."""
+
+    def encode(self, x, ctx):
+        np.random.seed(ctx.key.step % 2**32)
+        return super().encode(x, ctx)
+
+
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum),
     "long tensors": (LongFeedback, LongOut),
@@ -640,6 +658,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     ),
     "the context of an exchange": (
         *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
+        *(ChangesShared, SeedsNumpy),
     ),
     "positions": (LostPlace,),
     "views and guards": (ReadsStorage, WritesBeyond),

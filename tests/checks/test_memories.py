@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 import unusual
+from commands import invoke
 
-from gcbench.checks import exchanges, memories
+from gcbench.checks import cases, exchanges, memories, verify
 from gcbench.core import memory, registry
 from gcbench.core.memory import Memory
 
@@ -235,6 +237,41 @@ class Misestimated(Ef21):
 )
 def test_a_memory_that_is_wrong_on_some_inputs_is_refused(cls, check):
     assert memories.CHECKS[check](cls(), registry.compressor("topk")) != ""
+
+
+FILE = """
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from gcbench.core.memory import Memory
+
+@dataclass(frozen=True)
+class Long(Memory):
+    buffers: ClassVar[tuple[str, ...]] = ("residual",)
+    residuals: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def offer(self, gradient, ctx):
+        return gradient + ctx.state["residual"]
+
+    def keep(self, offered, sent, ctx):
+        torch.sub(offered, sent, out=ctx.state["residual"])
+        ctx.state["residual"][LAST:] = 0
+"""
+
+
+@pytest.mark.parametrize(("last", "code"), [("65_536", 1), ("2**40", 0)])
+def test_the_command_verifies_the_memory_of_a_file(last, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(verify.properties, "CHECKS", {})
+    monkeypatch.setattr(verify, "effort_for", lambda *_, **__: cases.QUICK._replace(every=99))
+    path = tmp_path / f"memory{code}.py"
+    path.write_text(FILE.replace("LAST", last))
+    words = ("verify", "efsignsgd", "--no-processes", "--set", "granularity=tensor")
+    done = invoke(*words, "--memory", path, "--json")
+    assert done.code == code, done.err
+    failing = {row["check"] for row in json.loads(done.out) if row["verdict"] == "fails"}
+    assert failing == ({"memory: large inputs"} if code else set())
+    refused = invoke("verify", "terngrad", "--memory", "residual")
+    assert refused.code == 2
 
 
 @pytest.mark.parametrize("cls", unusual.MEMORIES)

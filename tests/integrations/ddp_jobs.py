@@ -72,7 +72,7 @@ def up(hook: Any) -> float:
 
 
 def changed(state: Any, **values: Any) -> dict[str, Any]:
-    """Return a state with other values, sealed anew: as a hook with those would have saved it."""
+    """Return a state with other values, with a valid digest, as if a hook had saved it."""
     ((key, entry),) = state.items()
     return {key: sealed.seal({k: v for k, v in {**entry, **values}.items() if k != "digest"})}
 
@@ -197,7 +197,7 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
 
 
 def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, ...] = ()) -> Tensor:
-    """Return the parameters of a job that ended after step 3 and went on as a new one.
+    """Return the parameters of a job that was saved after step 3 and resumed in new objects.
 
     `rates`: the learning rate of the first hook, and optionally that of the second.
     """
@@ -421,7 +421,7 @@ def residual(hook: Any, name: str) -> Tensor:
 
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
-    """A branch that nobody uses at step 2, and rank 0 alone at step 3."""
+    """A branch that no rank uses at step 2, and only rank 0 at step 3."""
     result: dict[str, Any] = {}
     for name in ("onebit", "powersgd", "topk"):
         hook = comm_hook(name, bucket_mb=25.0, check_every=1)
@@ -515,7 +515,7 @@ def closed(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def two_models(rank: int, size: int) -> dict[str, Any]:
-    """Two hooked models in turn, one of them over a part of the ranks."""
+    """Train two hooked models alternately, one of them on some of the ranks."""
     part = [0, size - 1]
     theirs = dist.new_group(part)
     everywhere = comm_hook("qsgd", **METHOD)
@@ -626,7 +626,7 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     _version.__version__ = "9.9" if odd else version
     result["version"] = refused(lambda: register(hook("none")))
     _version.__version__ = version
-    digest, scheme._code = scheme._code, lambda cls: "changed" if odd else "as it was"
+    digest, scheme._code = scheme._code, lambda cls: "changed" if odd else "original"
     result["code"] = refused(lambda: register(hook("none")))
     scheme._code = digest
     ddp = wrapped(model())
@@ -647,7 +647,7 @@ def differences(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def in_training(rank: int, size: int) -> dict[str, Any]:
-    """What goes wrong on the way: an error in backward or forward, and no hang."""
+    """Faults during training are errors in backward or forward, without a hang."""
     hook = comm_hook
     result = {}
 
@@ -674,7 +674,7 @@ def in_training(rank: int, size: int) -> dict[str, Any]:
     one = hook("terngrad", timeout=2.0)
     ddp = wrapped(model())
     one.register(ddp)
-    if rank == 0:  # the others stand still
+    if rank == 0:  # the others wait
         loss = ddp(x).sum()
         result["alone, backward"] = refused(loss.backward)
         result["alone, forward"] = refused(lambda: ddp(x))
@@ -774,7 +774,7 @@ def checks(rank: int, size: int) -> dict[str, Any]:
         result[name] = {
             "warnings": [str(w.message) for w in caught],
             "records": [dataclasses.asdict(record) for record in hook.records],
-            "heard": len(comparisons),
+            "calls": len(comparisons),
             "checked": hook.checked.payload_up,
             "up": up(hook),
             "agreed": hook.agreement.payload_up,
@@ -993,7 +993,7 @@ def nonfinite(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def states(rank: int, size: int) -> dict[str, Any]:
-    """Load states after `register`; refuse each kind of bad one, and go on unchanged."""
+    """Load states after `register`; refuse each kind of invalid one, and change nothing."""
     result: dict[str, Any] = {"refused": {}}
     hook = comm_hook("onebit", **METHOD)
     whole = hooked(rank, hook)
@@ -1043,7 +1043,7 @@ def states(rank: int, size: int) -> dict[str, Any]:
     hook.load_state_dict(state)
     result["step"] = hook.step
     train(ddp, optimizer, range(3, STEPS), rank)
-    result["goes on"] = torch.equal(flat(ddp), whole)
+    result["continues"] = torch.equal(flat(ddp), whole)
     if rank == 0:
         hook.load_state_dict(hook.state_dict())  # alone, and of the same step
     x, _ = batch(0, rank)
@@ -1107,7 +1107,7 @@ def copies(rank: int, size: int) -> dict[str, Any]:
         result[name] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
         other = comm_hook("topk", **METHOD).register(copied)
         cross_entropy(copied(x), y).backward()
-        result[f"{name}, hooked anew"] = other.step
+        result[f"{name}, hooked again"] = other.step
         other.close()
     for name, call in (
         ("deepcopy", lambda: copy.deepcopy(hook)),
@@ -1154,6 +1154,7 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     def threads() -> int:
         return sum("comm_hook" in thread.name for thread in threading.enumerate())
 
+    gc.collect()
     before = threads()
     ddp = wrapped(model())
     hook = comm_hook("none").register(ddp)

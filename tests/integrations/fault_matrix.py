@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch._dynamo  # each rank would import it anew otherwise
+import torch._dynamo  # otherwise each rank would import it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,8 +112,7 @@ ENDS = ("kill", "exit", "leave", "stop")
 SERVES = ", which serves the store"
 """Of rank 0, as without torchrun; otherwise the store outlives every rank, as with torchrun."""
 WHEN = {"raise": (0, 2), "kill": (0,), "stop": (0,), "leave": (0,), "nonfinite, skip": (0,)}
-"""The steps of the faults; those of other kinds happen at step 2. DDP forms its buckets anew before
-step 1."""
+"""The steps of the faults; other kinds happen at step 2. DDP rebuilds its buckets before step 1."""
 STEPS = 4
 RETRIES = 3
 """Consecutive failures after which a job that catches errors gives up."""
@@ -207,7 +206,7 @@ class Fault:
         return True
 
     def at(self, point: str) -> None:
-        """Do what the kind says, if this is the place. Non-finite values are made elsewhere."""
+        """Cause the fault, if this is its point; `value` makes the non-finite values."""
         kind = self.cell.kind
         if kind.startswith("nonfinite") or not self.due(point):
             return

@@ -289,7 +289,7 @@ def _rows(folder: Path) -> list[dict[str, str]]:
 
 
 def two(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return an optimizer and a schedule for each half of the network, with rates of their own."""
+    """Return an optimizer and a schedule for each half of the network, with different rates."""
     first = torch.optim.SGD(module[0].parameters(), 0.1)
     second = torch.optim.AdamW(module[2].parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler
@@ -358,7 +358,7 @@ def lightning_states(rank: int, size: int, folder: Path) -> dict[str, Any]:
         return module
 
     class Fails(pl.Callback):
-        """A job that breaks off, on all ranks, and saves on the way out."""
+        """A job that raises on all ranks, and saves before it ends."""
 
         def on_train_batch_end(self, trainer: Any, *words: Any) -> None:
             raise RuntimeError("broken off")
@@ -451,7 +451,7 @@ def _tracker() -> Any:
     from accelerate.tracking import GeneralTracker
 
     class Tracker(GeneralTracker):
-        """Keep what is logged."""
+        """Store the logged values."""
 
         name = "rows"
         requires_logging_directory = False
@@ -727,7 +727,7 @@ def transformers_refusals(rank: int, size: int, folder: Path) -> dict[str, Any]:
     }
 
 
-# ---- hooks that nobody registers -----------------------------------------------------------------
+# ---- hooks without register ---------------------------------------------------------------------
 
 
 def forward(model: nn.Module) -> Callable[[], Any]:
@@ -787,7 +787,7 @@ def lightning_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 @job
 def accelerate_argument(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Hand a hook to Accelerate's handler, which drops what is not one of its names."""
+    """Pass a hook to Accelerate's handler, which drops everything but its own names."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     def train(*handlers: Any) -> None:

@@ -211,7 +211,7 @@ def resumed(
     lr: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return the parameters of a job that ended after step 2 and went on as a new one.
+    """Return the parameters of a job that was saved after step 2 and resumed in new objects.
 
     `lr`: the rate of the first hook, which the second reads from the state.
     """
@@ -347,7 +347,7 @@ def two(rank: int, hook: Any, shards: Any, replicas: Any) -> Tensor:
 
 @job
 def two_levels(rank: int, size: int) -> dict[str, Any]:
-    """Train with each kind of method between replicas, and by gcbench's own exchanges in turn."""
+    """Train with each kind of method between replicas, and by gcbench's two exchanges."""
     shards, replicas = grid(size)
     result: dict[str, Any] = {}
     plain = two(rank, gcbench.shard_hook("qsgd", **DENSE), shards, replicas)

@@ -23,10 +23,6 @@ from gcbench.training import engines, fork_server, launch
 
 PRELOAD = "GCBENCH_TESTS_PRELOAD"
 """Environment variable with modules that the fork server imports, once instead of once per rank."""
-HEAVY = (
-    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.tensor.parallel", "gcbench.integrations.ddp", "gcbench.integrations.fsdp"),
-)
 
 
 def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[str, Any]:
@@ -57,7 +53,7 @@ def _in_processes(
     gloo may fail to connect the sockets of a new group (seen once, torch 2.13, and not again in 15
     tries): then all is tried again, once.
     """
-    os.environ[PRELOAD] = " ".join([*HEAVY, *modules])
+    os.environ[PRELOAD] = " ".join(modules)
     try:
         return launch.in_processes(size, 1, call, words)
     except GcbenchError as error:

@@ -28,6 +28,8 @@ from gcbench.integrations.ddp import RECORDS, _strided
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 JOBS = jobs.Jobs(
     "ddp_jobs",
@@ -213,7 +215,7 @@ DIFFERENT = {
     "seed": "seed: rank 0 0.*rank {odd} 1",
     "start": "start_step: rank 0 0.*rank {odd} 1",
     "version": "gcbench: rank 0 '.*rank {odd} '9.9'",
-    "code": "code of compressor: rank 0 'as it was'.*rank {odd} 'changed'",
+    "code": "code of compressor: rank 0 'original'.*rank {odd} 'changed'",
     "one refuses": "no parameter of the model requires a gradient",
 }
 
@@ -332,7 +334,7 @@ def test_a_correct_compressor_causes_no_warning_and_is_recorded_by_name():
     first, second = (result["right"] for result in of("checks"))
     assert first["warnings"] == []
     assert first["records"] == second["records"]
-    assert first["heard"] == 2
+    assert first["calls"] == 2
     names = {name for name, _ in ddp_jobs.model().named_parameters()}
     for step in (0, 2):
         assert {each["name"] for each in first["records"] if each["step"] == step} == names
@@ -468,7 +470,7 @@ def test_an_invalid_state_is_refused_with_the_invalid_value(name):
 def test_a_state_may_be_loaded_after_register_on_all_ranks():
     for result in of("states"):
         assert result["step"] == 3
-        assert result["goes on"], "in the bits of the job that was not interrupted"
+        assert result["continues"], "in the bits of the job that was not interrupted"
         assert result["alone"]["kind"] == "UsageError"
         assert re.search("states loaded.*rank 0 2, rank 1 1", result["alone"]["text"])
 
@@ -496,7 +498,7 @@ def test_a_copy_of_the_model_has_no_hook(how):
         assert result[f"{how}, evaluated"]
         assert result[how], "plain DDP's gradients"
         assert len(result[f"{how}, warned"]) == 1
-        assert result[f"{how}, hooked anew"] == 1
+        assert result[f"{how}, hooked again"] == 1
 
 
 def test_a_hook_cannot_be_called_or_copied():

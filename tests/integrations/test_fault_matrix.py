@@ -77,7 +77,7 @@ def test_a_bad_end_fails(cell, logs):
     assert matrix.judge(cell, logs, LIMITS)[1]
 
 
-# ---- what is published ---------------------------------------------------------------------------
+# ---- published results ---------------------------------------------------------------------------
 
 
 def test_the_published_results_are_of_these_cells_and_none_fails():

@@ -14,6 +14,8 @@ from framework_jobs import INSTALLED
 
 from gcbench.integrations import agreement
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 JOBS = jobs.Jobs(
     "framework_jobs",
     [],
@@ -155,7 +157,7 @@ def check_row(
 ) -> None:
     """Compare the values of a row, logged after this exchange (from 1), with those of a hook.
 
-    `once`: bytes of the agreement before DDP forms its buckets anew, in the second forward pass.
+    `once`: bytes of the agreement before DDP rebuilds its buckets, in the second forward pass.
     """
     done = step / reference["steps"]
     sent, fp32 = done * (reference["sent"] - once) + once * (step > 1), done * reference["fp32"]
@@ -265,7 +267,7 @@ def test_transformers_is_refused_what_cannot_work(case, words):
         assert [word for word in words if word not in result[case]] == []
 
 
-# ---- hooks that nobody registers -----------------------------------------------------------------
+# ---- hooks without register ---------------------------------------------------------------------
 
 
 def test_a_ddp_model_does_not_train_while_a_hook_waits_to_be_registered():

@@ -26,6 +26,8 @@ from gcbench.integrations import fsdp, scheme, sharded
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.scheme import Scheme
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registry.compressors()}
 RULES = [n for n in COLLECTIVES if not gcbench.get_compressor(n).rule.plain]
@@ -227,8 +229,8 @@ def test_a_parameter_without_a_gradient_is_reported_or_sent_as_zeros():
         assert result["refused"]["kind"] == "UsageError"
         message = "the root module: .*240 .*486"
         assert re.search(message, result["refused"]["text"])
-        tells = "set_reduce_scatter_unused_params" in result["refused"]["text"]
-        assert tells == sharded.takes_unused()
+        names_it = "set_reduce_scatter_unused_params" in result["refused"]["text"]
+        assert names_it == sharded.takes_unused()
     if not sharded.takes_unused():
         pytest.skip("this torch has no set_reduce_scatter_unused_params")
     for result in of("unused"):
@@ -511,8 +513,8 @@ def test_lanes_between_replicas_are_the_chunks_of_one_rank():
         assert [lane.collective for lane in late] == ["allgather", "allreduce"]
         assert [lane.memory for lane in late] == [Dgc(), Dgc().dense()]
         assert [lane.memory for lane in early] == [Dgc().dense()] * 2
-    nobody = Layout((Parameter.of("p", (2, 3), 0, 3),), (False,), 3)
-    (empty,) = fsdp.replica_lanes(settings, nobody, 2, 0, 3)
+    short = Layout((Parameter.of("p", (2, 3), 0, 3),), (False,), 3)
+    (empty,) = fsdp.replica_lanes(settings, short, 2, 0, 3)
     assert empty.segments.numel == 0
     default = dataclasses.replace(settings, between=None)
     for lane in fsdp.replica_lanes(default, layout(3), 0, 0, 3):

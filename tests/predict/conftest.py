@@ -1,9 +1,19 @@
-"""Draws pictures only in tests of pictures: each takes longer than the prediction."""
+"""Leaves out what most tests do not look at and what takes longer than the prediction itself."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch) -> None:
+    """Draw only in tests of pictures."""
     if "picture" not in request.node.name:
         monkeypatch.setattr("gcbench.studies.draw", lambda analysis, path: None)
+
+
+@pytest.fixture(autouse=True)
+def no_links(request: pytest.FixtureRequest, monkeypatch) -> None:
+    """Search the links on which methods pay only in tests of `predict`, and of links."""
+    if "test_advise" in request.node.nodeid and "links" not in request.node.name:
+        monkeypatch.setattr(
+            "gcbench.predict.prediction.Prepared.pays_fields", lambda *arguments: {}
+        )

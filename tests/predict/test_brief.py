@@ -18,7 +18,7 @@ CHEAP = "bf16,efsignsgd,onebit,powersgd,randomk,signsgd,sparseloco,terngrad,topk
     [
         (("predict",), "8 workers: "),
         (("predict", "--links", "--workers", "2,8,64"), "2 workers: "),
-        (("advise", *BERT, "--compressor", CHEAP, "--workers", "32"), "try "),
+        (("advise", *BERT, "--compressor", CHEAP, "--workers", "32"), "Try "),
     ],
 )
 def test_the_answer_comes_first_and_is_short(tmp_path, monkeypatch, words, answer):

@@ -26,7 +26,6 @@ from gcbench.core import purposes, registry
 from gcbench.core.compressor import Key
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.task import Split
-from gcbench.predict import networks, validation
 from gcbench.results import reader
 from gcbench.training import sinks
 from gcbench.training.configuration import Config
@@ -83,19 +82,15 @@ def tree(tmp_path: Path) -> Tree:
 
 
 @pytest.mark.parametrize(
-    ("network", "parameters", "planned"),
-    [
-        ("alexnet", 60_965_224, networks.alexnet()),
-        ("googlenet", 6_617_624, networks.googlenet(slim=True)),
-        ("resnet50", 25_557_032, networks.resnet50()),
-    ],
+    ("network", "parameters", "last"),
+    [("alexnet", 60_965_224, 4096), ("googlenet", 6_617_624, 1024), ("resnet50", 25_557_032, 2048)],
 )
-def test_number_of_parameters(network: str, parameters: int, planned: networks.Network) -> None:
+def test_number_of_parameters(network: str, parameters: int, last: int) -> None:
     with torch.device("meta"):
         model = task(network).model()
     sizes = [p.numel() for p in model.parameters()]
-    assert sum(sizes) == parameters == planned.numel
-    assert sum(sizes[-2:]) == math.prod(planned.shapes[-2]) + 1000
+    assert sum(sizes) == parameters
+    assert sum(sizes[-2:]) == 1000 * last + 1000
     assert [name for name, _ in model.named_parameters()][-2:] == ["logits.weight", "logits.bias"]
 
 
@@ -599,10 +594,6 @@ def test_a_run_on_photographs(run, network: str) -> None:
     assert evaluation["validation_top5"] * 5 == pytest.approx(
         round(5 * evaluation["validation_top5"])
     )
-    with pytest.raises(
-        GcbenchError, match=r"parameters, the task's has [0-9,]+: the model depends"
-    ):
-        validation.read(created)
 
 
 def test_simulated_workers_are_processes(run) -> None:

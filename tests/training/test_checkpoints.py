@@ -16,6 +16,8 @@ from gcbench.training.configuration import Config, provenance
 from gcbench.training.store import Run
 from gcbench.training.train import CHECK_EVERY, Options, Trainer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 STEPS = 14
 
 

@@ -13,6 +13,8 @@ from gcbench.training.ddp_trainer import DdpTrainer, _Counting, overlap
 from gcbench.training.store import Run
 from gcbench.training.train import Options
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SHORT = {"task": "digits", "workers": 2, "batch": 32, "steps": 12, "threads": 1, "engine": "ddp"}
 CASES = {
     "none": {"compressor": "none", "weight_decay": 0.01, "ema": 0.9},

@@ -20,6 +20,8 @@ from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 COLLECTIVES = ("twoshot", "allreduce", "allgather")
 SAME = (
     "params_sha256",

@@ -15,6 +15,8 @@ from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 from gcbench.training.updates import LocalSteps
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PLAIN = {
     **{"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.1},
     **{"schedule": "constant", "ema": 0.0},

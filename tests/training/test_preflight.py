@@ -6,9 +6,12 @@ import re
 import time
 
 import crew
+import pytest
 from commands import end, start
 
 from gcbench.training import launch
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 SAID = {
     "version": "version of gcbench: 0.1.0 on worker(s) 0, 2, 0.0.9 on worker(s) 1",

@@ -23,6 +23,8 @@ from gcbench.training import configuration, engines, sinks
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 QUICK = ("--task", "quadratic", "--workers", 2, "--steps", 12, "--log-every", 3, "--eval-every", 4)
 
 

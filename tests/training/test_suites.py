@@ -26,6 +26,8 @@ from gcbench.training import configuration, suites
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 MOMENTUM = {2: 0.9922, 16: 0.9927, 64: 0.9922}
 VANILLA = {2: 0.9924, 16: 0.9921, 64: 0.9918}
 

@@ -1,0 +1,210 @@
+"""Methods written for other libraries, as compressors: GRACE's and Horovod's forms.
+
+A class of GRACE's form has `compress(tensor, name) -> (tensors, context)` and
+`decompress(tensors, context)`; one of Horovod's has `compress(tensor) -> (tensor, context)` and
+`decompress(tensor, context)`. In a file `mine.py`:
+
+    from gcbench.adapters import grace
+    from grace_dl.dist.compressor.topk import TopKCompressor
+
+    TopK = grace(TopKCompressor, compress_ratio=0.01, contractive=True)
+
+and then `gcbench verify ./mine.py`, `gcbench run --compressor ./mine.py --memory residual`.
+
+What an adapter cannot know: bytes are counted of the tensors as they are, so a method that returns
+float32 signs sends 32 bits. A context is not sent, so it may depend on the tensor's shape alone:
+receivers use that of a tensor of normal values. Memories of GRACE keep state in the object and are
+not adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory residual`. Random numbers of
+torch are seeded for each call; numbers from elsewhere would differ between runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import Compressor, Context, Parts, Payload, check_finite
+from gcbench.core.errors import PayloadError, UsageError
+
+FIXED_SEED = 0x6763
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's global generators inside, and restore them after."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+@dataclass(frozen=True)
+class Adapted(Compressor):
+    """A method of another library; every tensor of the bucket is compressed by itself."""
+
+    inner: ClassVar[Any] = None
+    """The object with `compress` and `decompress` in GRACE's form."""
+    declared_unbiased: ClassVar[bool] = False
+    declared_contractive: ClassVar[bool] = False
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+    scratch = True
+
+    def encode(self, x: Tensor, ctx: Context) -> Parts:
+        """Return the tensors of all pieces, flattened."""
+        parts: list[Tensor] = []
+        (low, high), step, who = ctx.key.words()
+        for i, piece in enumerate(self._pieces(x, ctx)):
+            words = torch.tensor([low, high, step, who, ctx.key.offset, i])
+            with _seeded(int(words.mul(torch.tensor([3, 5, 7, 11, 13, 17])).sum()) % 2**63):
+                tensors, _ = self.inner.compress(piece.clone(), str(i))
+            parts += [_sent(tensor) for tensor in tensors]
+        return Payload(tuple(parts) or (x.new_empty(0),))
+
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        """Return the decompressed pieces."""
+        out = torch.empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        rest = list(payload.parts)
+        if not ctx.segments.numel and len(rest) == 1 and not rest[0].numel():
+            rest.pop()  # a bucket without elements has one empty part
+        for piece in self._pieces(out, ctx):
+            likes, fixed, context = self._template(tuple(piece.shape), piece.device)
+            if len(rest) < len(likes):
+                raise PayloadError(f"{self.name}: payload has too few parts")
+            tensors = [self._received(rest.pop(0), like, fixed) for like in likes]
+            try:
+                decoded = self.inner.decompress(tensors, context)
+            except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                raise PayloadError(f"{self.name}: decompress refused a payload: {error}") from error
+            if decoded.numel() != piece.numel():
+                raise PayloadError(f"{self.name}: decompress returned {tuple(decoded.shape)}")
+            piece.copy_(decoded.reshape(piece.shape))
+        if rest:
+            raise PayloadError(f"{self.name}: payload has {len(rest)} parts too many")
+        return check_finite(out)
+
+    def _received(self, part: Tensor, like: Tensor, fixed: bool) -> Tensor:
+        """Return a part with the dtype and shape of the template; `fixed`: of its size, too."""
+        expected = _sent(like)
+        if part.dtype != expected.dtype or (fixed and part.numel() != expected.numel()):
+            raise PayloadError(
+                f"{self.name}: a part has {part.numel()} elements of {part.dtype}: expected "
+                f"{expected.numel()} of {expected.dtype}"
+            )
+        if part.numel() * part.element_size() % like.element_size():
+            raise PayloadError(f"{self.name}: a part ends within an element of {like.dtype}")
+        if like.dtype is torch.bool:
+            part = part != 0
+        tensor = part.clone().view(like.dtype)
+        return tensor.reshape(like.shape) if tensor.numel() == like.numel() else tensor
+
+    def _pieces(self, x: Tensor, ctx: Context) -> Iterator[Tensor]:
+        """Yield views of the tensors of a bucket that are not empty."""
+        for start, shape in ctx.segments.tensors:
+            size = torch.Size(shape).numel()
+            if size:
+                yield x[start : start + size].view(shape)
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def _template(
+        cls, shape: tuple[int, ...], device: torch.device
+    ) -> tuple[list[Tensor], bool, Any]:
+        """Return what `compress` returns for normal values of a shape, and whether sizes are fixed.
+
+        They are if two tensors have equal ones.
+        """
+        results = []
+        for seed in (FIXED_SEED, FIXED_SEED + 1):
+            with _seeded(seed):
+                x = torch.randn(shape, device=device) ** 3
+                results.append(cls.inner.compress(x, "template"))
+        sizes = [[tensor.numel() for tensor in tensors] for tensors, _ in results]
+        return list(results[0][0]), sizes[0] == sizes[1], results[0][1]
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a part of a payload, of at most 4 bytes per element."""
+    flat = tensor.detach().reshape(-1).clone()
+    if flat.dtype is torch.bool:
+        return flat.to(torch.uint8)
+    return flat.view(torch.int32) if flat.element_size() > 4 else flat
+
+
+class AdaptedClaims(Claims[Adapted], of=Adapted):
+    """What the caller of the adapter declares."""
+
+    @property
+    def unbiased(self) -> bool:
+        """Return the claim of the caller."""
+        return self.codec.declared_unbiased
+
+    @property
+    def contractive(self) -> bool:
+        """Return the claim of the caller."""
+        return self.codec.declared_contractive
+
+    def error_bound(self, x: Tensor, ctx: Context) -> float | None:
+        """Return (1 - 1 / 2n) ||x||^2: a contractive method keeps the largest element or more."""
+        if not self.contractive:
+            return None
+        return float(x.double().square().sum()) * (1 - 0.5 / max(1, x.numel()))
+
+
+class _Horovod:
+    """A class of Horovod's form in GRACE's."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def compress(self, tensor: Tensor, name: str) -> tuple[list[Tensor], Any]:
+        compressed, context = self.inner.compress(tensor)
+        return [compressed], context
+
+    def decompress(self, tensors: Sequence[Tensor], context: Any) -> Tensor:
+        decoded: Tensor = self.inner.decompress(tensors[0], context)
+        return decoded
+
+
+def _adapted(name: str, inner: Any, module: str, **claims: bool) -> type[Compressor]:
+    for function in ("compress", "decompress"):
+        if not callable(getattr(inner, function, None)):
+            raise UsageError(f"{name} has no function {function!r}: expected a compressor's form")
+    members = {"inner": inner, "__doc__": type(inner).__doc__ or name, "__module__": module}
+    declared = {f"declared_{key}": value for key, value in claims.items()}
+    return dataclass(frozen=True)(type(name, (Adapted,), members | declared))
+
+
+def grace(
+    cls: type[Any], *, unbiased: bool = False, contractive: bool = False, **arguments: Any
+) -> type[Compressor]:
+    """Return the compressor class for a class of GRACE's form.
+
+    `arguments` are passed to its constructor. `unbiased` and `contractive` are claims that
+    `gcbench verify` tests; error feedback needs the second. The class belongs to the calling
+    module, so that a file with one such line is a method.
+
+    Raises:
+        UsageError: `cls` has no `compress` or no `decompress`.
+    """
+    module = sys._getframe(1).f_globals["__name__"]
+    claims = {"unbiased": unbiased, "contractive": contractive}
+    return _adapted(cls.__name__, cls(**arguments), module, **claims)
+
+
+def horovod(
+    cls: type[Any], *, unbiased: bool = False, contractive: bool = False
+) -> type[Compressor]:
+    """Return the compressor class for a class of Horovod's form; see `grace`."""
+    module = sys._getframe(1).f_globals["__name__"]
+    claims = {"unbiased": unbiased, "contractive": contractive}
+    if not callable(getattr(cls, "compress", None)):
+        raise UsageError(f"{cls.__name__} has no function 'compress': expected a compressor's form")
+    return _adapted(cls.__name__, _Horovod(cls), module, **claims)

@@ -1,0 +1,366 @@
+"""Local steps in a user's training loop: `gcbench.local_steps(model, optimizer, ..., every=15)`.
+
+Each rank trains its own copy of a plain module with its own optimizer, without communication. After
+every `every` optimizer steps, a round, the ranks exchange the differences between the last common
+parameters x and theirs by a compressor. An outer SGD uses the mean as the gradient at x: with a
+learning rate of 1 and no momentum it averages the parameters (McMahan et al. 2017,
+arXiv:1602.05629); with 0.7, 0.9 and Nesterov momentum it is DiLoCo (Douillard et al. 2023,
+arXiv:2311.08105, algorithm 1). All ranks start the next round at the new x.
+
+The result equals `gcbench run --local-steps` on the same examples, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gcbench.core import sealed
+from gcbench.core.clock import Totals
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Lane, classifier, dense_tensors, lane_of
+from gcbench.integrations import agreement, arguments, check, handshake
+from gcbench.integrations.agreement import Common, Fault
+from gcbench.integrations.handshake import Roster
+from gcbench.integrations.hook import Hook, HookSettings, RankState, common_settings
+from gcbench.integrations.hook_world import HookWorld
+from gcbench.integrations.level import Level
+from gcbench.integrations.rates import Rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(HookSettings):
+    """The arguments of `local_steps`."""
+
+    every: int
+    dense_last: bool
+    outer_lr: float
+    outer_momentum: float
+    outer_nesterov: bool
+
+    def check(self) -> None:
+        """Raise UsageError for values that do not work together."""
+        for method in self.methods.values():
+            if not method.rule.plain:
+                raise UsageError(
+                    f"{method!r} has an update rule for gradients, and local steps exchange "
+                    "differences of parameters. Use gcbench.comm_hook"
+                )
+        if self.memory.has_momentum:
+            raise UsageError(
+                f"memory={self.memory!r} applies a momentum to gradients, and local steps exchange "
+                "differences of parameters. Use outer_momentum, and memory residual or none"
+            )
+        if self.outer_nesterov and not self.outer_momentum:
+            raise UsageError("outer_nesterov=True needs outer_momentum above 0")
+
+
+def local_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compressor: str | Compressor,
+    *,
+    every: int,
+    memory: str | None = None,
+    memory_options: Mapping[str, Any] | None = None,
+    collective: str | None = None,
+    dense_below: int = 0,
+    dense_last: bool = False,
+    start_step: int = 0,
+    seed: int = 0,
+    outer_lr: float = 1.0,
+    outer_momentum: float = 0.0,
+    outer_nesterov: bool = False,
+    timeout: float = 1800.0,
+    state: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LocalSteps:
+    """Exchange parameters of a plain module after every `every` steps of its optimizer.
+
+    All ranks of the job call it, with equal parameters. The loop then calls `optimizer.step()` as
+    before. If the number of steps is not a multiple of `every`, call `exchange()` at the end.
+
+    Args:
+        model: the module, without DistributedDataParallel.
+        optimizer: the optimizer of its parameters; it keeps its state between rounds.
+        compressor: a registered name (`gcbench list compressors`), a file (./mine.py), or a
+            compressor.
+        every: optimizer steps per round.
+        memory: name or file of the memory; default the method's.
+        memory_options: fields of the memory.
+        collective: one of the method's legal ones; default the first of them.
+        dense_below: tensors of fewer elements stay in fp32.
+        dense_last: the last layer stays in fp32.
+        start_step: exchanges before this step are in fp32.
+        seed: of random numbers; models trained at the same time should have different ones.
+        outer_lr: learning rate of the outer SGD.
+        outer_momentum: its momentum.
+        outer_nesterov: whether it is Nesterov's.
+        timeout: seconds that a rank waits for the others in a collective. Ranks may be at different
+            steps of a round, so it must exceed the time of a round.
+        state: the `state_dict` of this rank to resume from. Load the model's and the optimizer's
+            states first.
+        options: fields of the compressor, each a value or a schedule by step.
+
+    Raises:
+        gcbench.core.errors.UsageError: an invalid argument, a model that cannot be compressed, or
+            ranks with different settings or parameters.
+        gcbench.core.errors.PeerLostError: another rank did not call it.
+    """
+    settings = Settings(
+        **common_settings(
+            compressor,
+            options,
+            memory=memory,
+            memory_options=memory_options,
+            collective=collective,
+            dense_below=dense_below,
+            start_step=start_step,
+            seed=seed,
+            timeout=timeout,
+            scaler=None,
+            on_nonfinite="stop",
+        ),
+        every=arguments.integer("every", every),
+        dense_last=arguments.flag("dense_last", dense_last),
+        outer_lr=arguments.number("outer_lr", outer_lr, finite=True),
+        outer_momentum=arguments.number("outer_momentum", outer_momentum, finite=True),
+        outer_nesterov=arguments.flag("outer_nesterov", outer_nesterov),
+    )
+    settings.check()
+    if not settings.every:
+        raise UsageError("every=0: expected at least 1 optimizer step per round")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optimizer={optimizer!r:.80}: expected a torch.optim.Optimizer")
+    if isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            "DistributedDataParallel averages gradients at every step. Pass the plain module"
+        )
+    return LocalSteps(settings, model, optimizer, state)
+
+
+class LocalSteps(Hook):
+    """One model's rounds of local steps, created by `local_steps`."""
+
+    CALL = "gcbench.local_steps"
+    FORMAT = 1
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        """Meet the other ranks, and observe the optimizer's steps."""
+        super().__init__(settings, Rates(None, None))
+        self._step = self._since = 0
+        group = dist.group.WORLD
+        assert group is not None
+        self._size = group.size()
+        if state is not None:
+            self._keep(state)
+        refused, summary = self._prepared(lambda: self._prepare(model, group), None, None)
+        if state is None and not refused:
+            parameters = torch.cat([x.detach().reshape(-1).float().cpu() for x in self._common_x])
+            digest = hashlib.sha256(parameters.numpy().tobytes()).hexdigest()
+            summary = {**summary, "initial parameters (SHA-256)": digest}
+        seconds = min(settings.timeout, handshake.PATIENCE)
+        store, roster = handshake.meet(group, summary, refused, seconds, Roster.alone())
+        self._registered, self._loaded = True, None
+        try:
+            self._level.world.connect(store, roster)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._handle = optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self._step
+
+    @property
+    def lr(self) -> float:
+        """The learning rate that residuals follow: that of the outer SGD."""
+        return float(self.settings.outer_lr)
+
+    @lr.setter
+    def lr(self, rate: float) -> NoReturn:
+        raise UsageError(f"lr={rate!r}: residuals follow outer_lr, which is constant")
+
+    @property
+    def plain_bytes(self) -> float:
+        """Bytes that this rank would have sent in fp32 by exchanging gradients at every step."""
+        return 4.0 * self._step * self._level.numel
+
+    def close(self) -> None:
+        """Stop observing the optimizer, and end the process group."""
+        if not self._closed:
+            self._closed = True
+            self._handle.remove()
+            self._level.world.close()
+
+    # -- registration ------------------------------------------------------------------------------
+
+    def _prepare(self, model: nn.Module, group: dist.ProcessGroup) -> Mapping[str, Tensor]:
+        """Make the exchange, without its process group; return the parameters by name."""
+        settings = self.settings
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named or any(p.dtype != torch.float32 for p in named.values()):
+            raise UsageError(
+                f"a {type(model).__name__} with float32 parameters that require a gradient is "
+                "expected: differences of parameters are exchanged in float32"
+            )
+        device = next(iter(named.values())).device
+        handshake.check_backend("the default", group, device)
+        shapes = {name: tuple(p.shape) for name, p in named.items()}
+        last = classifier(model) if settings.dense_last else []
+        dense = dense_tensors([*named], [*shapes.values()], settings.dense_below, last)
+        # The order of `gcbench run`: the compressed parameters, then those that stay in fp32.
+        kinds = [
+            (k, [n for n, d in zip(named, dense, strict=True) if d == k]) for k in (False, True)
+        ]
+        groups = [(kind, names) for kind, names in kinds if names]
+        self._names = [name for _, names in groups for name in names]
+        self._parameters = [named[name] for name in self._names]
+        self._common_x = [p.detach().clone() for p in self._parameters]
+        self._outer = torch.optim.SGD(
+            self._common_x,
+            lr=settings.outer_lr,
+            momentum=settings.outer_momentum,
+            nesterov=settings.outer_nesterov,
+        )
+
+        def lanes(step: int) -> list[Lane]:
+            result: list[Lane] = []
+            for is_dense, names in groups:
+                start = sum(lane.segments.numel for lane in result)
+                exact = is_dense or step < settings.start_step
+                parts = [shapes[name] for name in names]
+                result.append(lane_of(parts, start, *settings.at(step), exact=exact))
+            return result
+
+        self._level = Level(
+            self._world_of(group, device),
+            lanes,
+            settings.stages,
+            [[(name, named[name].numel()) for name in names] for _, names in groups],
+            settings.seed,
+            Totals(device),
+        )
+        layout = [(name, shapes[name]) for name in self._names]
+        self._summary = {
+            **self._summarize(settings.summary(), len(named), self._level.numel, layout),
+            **{name: getattr(settings, name) for name in ("every", "dense_last", "outer_lr")},
+            "outer_momentum": settings.outer_momentum,
+            "outer_nesterov": settings.outer_nesterov,
+        }
+        return {}
+
+    def _follow_steps(self, parameters: Mapping[str, Tensor]) -> None:
+        """Do nothing: residuals follow the constant rate of the outer SGD."""
+
+    def _levels(self) -> list[Level]:
+        return [self._level]
+
+    def _worlds(self) -> list[HookWorld]:
+        return [self._level.world]
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        """Count an optimizer step; at the end of a round, exchange."""
+        self.raise_failure()
+        exchange, step = self._level.exchange, self._step
+        if step and step in self.settings.stages:
+            exchange.change(self._level.lanes(step))
+        self._step += 1
+        self._since += 1
+        if self._step % self.settings.every == 0:
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Exchange now, if this rank has made a step since the last exchange. All ranks call it.
+
+        Raises:
+            gcbench.core.errors.DivergedError: a rank's parameters are not finite: on every rank.
+            gcbench.core.errors.UsageError: the ranks are at different steps, or their means differ.
+            gcbench.core.errors.PeerLostError: another rank failed or did not answer in time.
+        """
+        self.raise_failure()
+        if not self._since:
+            return
+        try:
+            with torch.no_grad():
+                self._round()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _round(self) -> None:
+        level, step = self._level, self._step - 1
+        pairs = zip(self._common_x, self._parameters, strict=True)
+        difference = torch.cat([(x.reshape(-1) - p.reshape(-1)) for x, p in pairs])
+        fault, start = None, 0
+        for number, parts in enumerate(level.parts):
+            stop = start + parts[-1].stop
+            if fault is None and (name := level.nonfinite(number, difference[start:stop])):
+                fault = Fault.of(check.diverged(level.world.rank, name, step), step)
+            start = stop
+        common = self._common("exchange of local steps", step, [level])
+        if (fault := self._agree([level], fault, common)) is not None:
+            raise fault.error
+        mean = level.exchange.mean([difference], step, self.settings.outer_lr)
+        values = {"position": "end of a round", "step": step, "mean": agreement.digest(mean)}
+        if (fault := self._agree([level], None, Common.of(values))) is not None:
+            raise fault.error
+        pieces = torch.split(mean, [x.numel() for x in self._common_x])
+        for x, piece in zip(self._common_x, pieces, strict=True):
+            x.grad = piece.view_as(x)
+        self._outer.step()
+        for x, parameter in zip(self._common_x, self._parameters, strict=True):
+            x.grad = None
+            parameter.copy_(x)
+        self._since = 0
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def _state(self) -> RankState:
+        moments = [self._outer.state[x].get("momentum_buffer") for x in self._common_x]
+        entry = {
+            "step": self._step,
+            "since": self._since,
+            "parameters": [x.cpu().clone() for x in self._common_x],
+            "momentum": [None if m is None else m.cpu().clone() for m in moments],
+            "exchange": self._level.exchange.state_dict(),
+        }
+        return self._sealed(self._level.world.ranks[0], entry)
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        entry = self._entry(state, self._level.world.ranks[0], self._size)
+        step = sealed.integer("step", sealed.entry(entry, "step"), 0, sealed.STEPS)
+        since = sealed.integer("since", sealed.entry(entry, "since"), 0, sealed.STEPS)
+        count = len(self._common_x)
+        parameters = sealed.sequence("parameters", sealed.entry(entry, "parameters"), count)
+        moments = sealed.sequence("momentum", sealed.entry(entry, "momentum"), count)
+        for name, x, *values in zip(self._names, self._common_x, parameters, moments, strict=True):
+            for value in values:
+                if value is not None and (value.shape, value.dtype) != (x.shape, x.dtype):
+                    raise sealed.malformed(f"{name}: {value.dtype}, shape {tuple(value.shape)}")
+        exchange = self._level.make(step)
+        exchange.load_state_dict(sealed.entry(entry, "exchange"))
+        self._level.exchange, self._step, self._since = exchange, step, since
+        with torch.no_grad():
+            for x, value, moment in zip(self._common_x, parameters, moments, strict=True):
+                x.copy_(value)
+                if moment is not None:
+                    self._outer.state[x]["momentum_buffer"] = moment.to(x.device).clone()

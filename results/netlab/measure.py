@@ -1,0 +1,259 @@
+"""Measures over shaped links between network namespaces, and writes what was measured as JSON.
+
+    python results/netlab/measure.py transport   # collectives and DDP: transport.json, 20 minutes
+    python results/netlab/measure.py rows        # its rows for gcbench/predict/data/measured.csv
+    python results/netlab/measure.py methods     # ten methods: methods.json, an hour
+    python results/netlab/measure.py table       # its table: predicted beside measured
+
+Measuring needs Linux, root or unprivileged user namespaces, and an idle machine: the nodes share
+its cores. A measurement that the file already holds is not repeated; remove its key to repeat it.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gcbench.core import registry
+from gcbench.netlab import HEADERS, SEGMENT, launcher
+from gcbench.netlab.links import parse_rate
+from gcbench.predict import traffic, transport, validation
+from gcbench.studies import methods
+from gcbench.training import configuration
+
+HERE = Path(__file__).parent
+WORKERS = (2, 4)
+RATES = ("50mbit", "100mbit", "200mbit", "1gbit")
+SMALL = "64K,512K,4M"
+SIZES = dict.fromkeys(RATES, SMALL) | {"1gbit": f"{SMALL},16M"}
+METHODS = (
+    *("none", "bf16", "int8", "qsgd", "terngrad", "signsgd", "natural"),
+    *("topk", "powersgd", "onebit"),
+)
+TASK = ("--task", "mnist", "--batch", "64", "--eval-every", "0", "--steps")
+
+
+def jobs(kind: str) -> Iterator[tuple[str, int, str, list[str]]]:
+    """Yield key, workers, rate and gcbench command of each measurement."""
+    for rate in RATES:
+        for workers in WORKERS:
+            if kind == "transport":
+                command = ["bandwidth", "--compressor", "none", "--sizes", SIZES[rate]]
+                command += ["--plain", "all_reduce,all_gather,alltoall", "-n", "9", "-w", "2"]
+                yield f"collectives {rate} {workers}", workers, rate, command
+                ddp = [
+                    "run",
+                    "--compressor",
+                    "none",
+                    "--engine",
+                    "ddp",
+                    "--hook",
+                    "torch",
+                    *TASK,
+                    "15",
+                ]
+                yield f"ddp {rate} {workers}", workers, rate, ddp
+            else:
+                for spec in METHODS:
+                    command = ["run", "--compressor", spec, *TASK, "30"]
+                    yield f"{spec} {rate} {workers}", workers, rate, command
+
+
+def measure(workers: int, rate: str, command: list[str]) -> dict[str, Any]:
+    """Run a gcbench command in a lab; return its rows, or its summary."""
+    folder = tempfile.mkdtemp(prefix="gcbench-netlab-")
+    more = ["--workers", str(workers)] if command[0] == "run" else []
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    load = os.getloadavg()[0]
+    try:
+        record = launcher.measure(
+            {
+                "nodes": workers,
+                "workers_per_node": 1,
+                "bits_per_second": parse_rate(rate),
+                "delay": 0.0,
+                "loss": 0.0,
+                "arguments": [
+                    *(*command, *more, "--results", folder, "--json", "--progress", "none")
+                ],
+            }
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result: dict[str, Any] = {
+        "command": shlex.join(["gcbench", *command, *more]),
+        "started": started,
+        "load": load,
+        "workers": workers,
+        "bits_per_second": parse_rate(rate),
+        "link": record["link"],
+        "sent": record["sent"],
+    }
+    summary = record["summary"]
+    if command[0] == "run":
+        fields = ("steps", "step_seconds", "phase_seconds", "wire_bytes", "payload_bytes_up")
+        return result | {name: summary.get(name) for name in (*fields, "params", "collective")}
+    names = ("method", "collective", "size", "n", "p50", "min", "max")
+    tables = {table["name"]: table["rows"] for table in summary["tables"]}
+    return result | {
+        "rows": [
+            {name: row.get(name) for name in names}
+            for row in tables["transfers"]
+            if row["method"] not in ("memcpy", "loopback")
+        ]
+    }
+
+
+def collect(kind: str) -> None:
+    """Measure what the file of this kind lacks."""
+    path = HERE / f"{kind}.json"
+    data = json.loads(path.read_text()) if path.exists() else {"machine": configuration.machine()}
+    records = data.setdefault("records", {})
+    for key, workers, rate, command in jobs(kind):
+        if key not in records:
+            records[key] = measure(workers, rate, command)
+            path.write_text(json.dumps(data, indent=1) + "\n")
+            print(key, flush=True)
+
+
+# ---- transport -----------------------------------------------------------------------------------
+
+FITTED = 100e6
+"""Bits per second of the links from which the shares of gloo are fitted; others are tests."""
+LEAST_CHECK = 0.9
+"""Least share of a link's rate that one TCP stream must reach: else the machine is the limit."""
+KINDS = {"all_reduce": "allreduce", "all_gather": "allgather", "alltoall": "alltoall"}
+
+
+def measured(
+    records: dict[str, Any],
+) -> Iterator[tuple[str, float, dict[str, Any], dict[str, Any]]]:
+    """Yield kind, contributed bytes, row and record of the collectives on links that were met."""
+    for record in records.values():
+        rate = record["bits_per_second"]
+        if "rows" not in record or record["link"]["bits_per_second"] < LEAST_CHECK * rate:
+            continue
+        for row in record["rows"]:
+            if row["p50"] is None or row["size"] < 2**19:  # a shaper's burst passes unlimited
+                continue
+            kind = KINDS.get(row["collective"], "exchange")
+            size = row["size"] / record["workers"] if kind == "allgather" else row["size"]
+            yield kind, size, row, record
+
+
+def fit(records: dict[str, Any]) -> tuple[dict[str, float], float]:
+    """Return the shares of gloo, by collective and for pairs of workers, and its time per call."""
+    samples = []
+    for kind, size, row, record in measured(records):
+        if record["bits_per_second"] == FITTED and kind != "exchange":
+            name = f"{kind} 2" if record["workers"] == 2 else kind
+            sent = traffic.Message(kind, size).wire(record["workers"])
+            samples.append(transport.Sample(name, sent, FITTED / 8, row["p50"]))
+    return transport.fit(samples)
+
+
+def rows() -> None:
+    """Print the rows for measured.csv, and the fitted shares."""
+    records = json.loads((HERE / "transport.json").read_text())["records"]
+    source = "results/netlab/transport.json"
+    names = next(csv.reader(validation.MEASURED.open()))
+    out = csv.writer(sys.stdout, lineterminator="\n")
+
+    def write(kind: str, record: dict[str, Any], nbytes: str, *rest: object) -> None:
+        large = max(map(float, nbytes.split())) >= 2**20
+        fitted = record["bits_per_second"] == FITTED and kind in KINDS.values() and large
+        values = [source, "as gcbench", "gloo", kind, record["bits_per_second"] / 1e9]
+        values += [record["workers"], nbytes, 0, *rest, "yes" if fitted else "no"]
+        note = f"namespaces of one machine under load {record['load']:.0f}"
+        assert len(names) == len([*values, note])
+        out.writerow([*values, note])
+
+    for kind, size, row, record in measured(records):
+        write(kind, record, f"{size:.0f}", 0, round(row["p50"], 5), row["n"])
+    shapes = [tuple(one.shape) for one in lenet().parameters()]
+    sizes = " ".join(f"{size:.0f}" for size in traffic.buckets(shapes[::-1]))
+    for key, record in records.items():
+        met = record["link"]["bits_per_second"] >= LEAST_CHECK * record["bits_per_second"]
+        if key.startswith("ddp") and met:
+            phases = record["phase_seconds"]
+            compute = 1e3 * (phases["forward_backward"] + phases["update"])
+            write(
+                "ddp",
+                record,
+                sizes,
+                round(compute, 2),
+                round(record["step_seconds"], 5),
+                record["steps"],
+            )
+    print(fit(records), file=sys.stderr)
+
+
+def lenet() -> Any:
+    """Return the model of the measured training."""
+    return registry.task("mnist").model()
+
+
+# ---- methods -------------------------------------------------------------------------------------
+
+
+def predicted(spec: str, record: dict[str, Any]) -> float:
+    """Return the seconds of a step: its measured computation, and predicted communication.
+
+    An all-reduce of floats on the CPU is an all-to-all and an all-gather (`gcbench.core.world`).
+    """
+    workers, gbit = record["workers"], record["bits_per_second"] / 1e9
+    shapes = tuple(tuple(one.shape) for one in lenet().parameters())
+    row = validation.Measured(*("", "", "gloo", "", gbit, workers, (), 0.0, 0.0, 0.0, 0, False, ""))
+    cluster, seconds = row.cluster, 0.0
+    for sent in traffic.exchange(methods.parse(spec), record["collective"], (shapes, ()), workers):
+        if sent.kind == "allreduce":
+            seconds += cluster.seconds("alltoall", sent.nbytes, workers)
+            seconds += cluster.seconds("allgather", sent.nbytes / workers, workers)
+        else:
+            seconds += cluster.seconds(sent.kind, sent.nbytes, workers)
+    phases = record["phase_seconds"]
+    spent = ("forward_backward", "statistic", "encode", "decode", "update")
+    return seconds + sum(phases.get(name) or 0.0 for name in spent)
+
+
+def table() -> None:
+    """Print the table of methods as Markdown: measured, predicted, bytes counted and sent."""
+    records = json.loads((HERE / "methods.json").read_text())["records"]
+    print(
+        "| link | workers | method | ms per step | predicted | error, % | speed vs fp32 | "
+        "counted, MB | sent, MB | excess, % |\n|-|-|-|-|-|-|-|-|-|-|"
+    )
+    for key, record in records.items():
+        spec, rate, workers = key.split()
+        step, counted = record["step_seconds"], record["wire_bytes"]["total"]
+        expected, sent = predicted(spec, record), sum(record["sent"])
+        plain = records[f"none {rate} {workers}"]["step_seconds"]
+        cells = [rate, workers, spec, f"{1e3 * step:.1f}", f"{1e3 * expected:.1f}"]
+        cells += [f"{100 * (expected / step - 1):.0f}", f"{plain / step:.2f}"]
+        cells += [f"{counted / 1e6:.1f}", f"{sent / 1e6:.1f}"]
+        cells.append(f"{100 * (sent / counted / (1 + HEADERS / SEGMENT) - 1):.1f}")
+        print(f"| {' | '.join(cells)} |")
+
+
+def main(kind: str) -> None:
+    """Run one of the commands of the docstring."""
+    commands: dict[str, Callable[[], None]] = {
+        "transport": lambda: collect("transport"),
+        "methods": lambda: collect("methods"),
+        "rows": rows,
+        "table": table,
+    }
+    commands[kind]()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

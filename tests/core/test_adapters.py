@@ -1,0 +1,143 @@
+"""Classes of GRACE's and Horovod's forms, unmodified, in encode, verify and run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from commands import invoke
+
+import gcbench
+from gcbench.adapters import grace, horovod
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Payload, Segments
+from gcbench.core.errors import PayloadError, UsageError
+
+FILE = '''
+"""Largest tenth, in the form of GRACE.
+
+Source: a test.
+"""
+
+import torch
+
+
+class Largest:
+    def __init__(self, share=0.5):
+        self.share = share
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten()
+        k = max(1, int(flat.numel() * self.share))
+        _, indices = torch.topk(flat.abs(), k, sorted=False)
+        return [flat[indices], indices], (flat.numel(), tensor.size())
+
+    def decompress(self, tensors, ctx):
+        numel, shape = ctx
+        values, indices = tensors
+        flat = torch.zeros(numel, dtype=values.dtype)
+        flat.scatter_(0, indices, values)
+        return flat.view(shape)
+
+
+from gcbench.adapters import grace
+
+Tenth = grace(Largest, share=0.1, contractive=True)
+'''
+
+
+class Coin:
+    """A random sign of each element, with the tensor's mean magnitude."""
+
+    def compress(self, tensor, name):
+        sign = torch.rand(tensor.shape) < 0.5
+        return [sign.to(torch.uint8), tensor.abs().mean().view(1)], tensor.shape
+
+    def decompress(self, tensors, shape):
+        sign, size = tensors
+        return ((sign.float() * 2 - 1) * size).view(shape)
+
+
+class Half:
+    """fp16, in the form of Horovod."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.to(ctx)
+
+
+def context(*shapes: tuple[int, ...], step: int = 0) -> Context:
+    return Context(Segments.of(shapes), torch.empty(0), Key(1, step, 0))
+
+
+@pytest.fixture
+def tenth(tmp_path):
+    path = tmp_path / "tenth.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_a_file_of_graces_form_is_verified_and_run(tenth, tmp_path):
+    verified = invoke("verify", tenth, "--no-processes", "--progress", "none")
+    assert verified.code == 0, verified.out + verified.err
+    words = ("--task", "digits", "--steps", 5, "--compressor", tenth, "--memory", "residual")
+    done = invoke("run", *words, "--results", tmp_path / "runs", "--progress", "none")
+    assert done.code == 0, done.err
+
+
+def test_every_tensor_is_compressed_in_its_shape(tenth):
+    method = gcbench.get_compressor(str(tenth))
+    x = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    ctx = context((2, 10), (), (9,))
+    x = x[: ctx.segments.numel]
+    payload = codec.encode(method, x, ctx)
+    assert [part.numel() for part in payload.parts] == [2, 4, 1, 2, 1, 2], "int64 as two int32"
+    decoded = codec.decode(method, payload, ctx)
+    kept = decoded != 0
+    assert torch.equal(decoded[kept], x[kept])
+    assert int(kept.sum()) == 4
+
+
+def test_random_numbers_follow_from_the_key_alone():
+    method = grace(Coin)()
+    x = torch.ones(1000)
+    torch.manual_seed(1)
+    first = codec.encode(method, x, context((1000,)))
+    state = torch.random.get_rng_state()
+    again = codec.encode(method, x, context((1000,)))
+    other = codec.encode(method, x, context((1000,), step=1))
+    assert torch.equal(first.parts[0], again.parts[0])
+    assert not torch.equal(first.parts[0], other.parts[0])
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_horovods_form():
+    method = horovod(Half, contractive=True)()
+    x = torch.randn(100)
+    payload = codec.encode(method, x, context((10, 10)))
+    assert payload.nbytes == 200
+    assert torch.equal(codec.decode(method, payload, context((10, 10))), x.half().float())
+
+
+def test_a_false_claim_is_refused(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text(FILE.replace("contractive=True", "unbiased=True"))
+    verified = invoke("verify", path, "--no-processes", "--progress", "none")
+    assert verified.code == 1, verified.out + verified.err
+
+
+def test_what_is_not_of_the_form_is_refused():
+    with pytest.raises(UsageError, match="compress"):
+        grace(dict)
+    with pytest.raises(UsageError, match="compress"):
+        horovod(dict)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_payloads_with_another_number_of_parts_are_refused(parts):
+    method = grace(Coin)()
+    with pytest.raises(PayloadError):
+        method.decode(Payload((torch.zeros(10),) * parts), context((10,)))

@@ -1,0 +1,151 @@
+"""Training loops of two processes with `gcbench.local_steps`, as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from ddp_jobs import changed, refused
+from jobs import digest
+from torch import Tensor, nn
+
+import gcbench
+from gcbench.training.configuration import Config
+from gcbench.training.examples import Batches
+
+COMMON: dict[str, Any] = {
+    "task": "digits",
+    "workers": 2,
+    "batch": 32,
+    "steps": 8,
+    "momentum": 0.9,
+    "lr": 0.05,
+}
+COMMON["schedule"] = "constant"
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
+CASES: dict[str, dict[str, Any]] = {
+    "averaging": {"compressor": "none", "local_steps": 3},
+    "sparse": {"compressor": "sparseloco", "local_steps": 4, **DILOCO},
+    "int8": {"compressor": "int8", "local_steps": 3, "dense_below": 100, **DILOCO},
+    "stages": {"compressor": "topk", "options": {"ratio": {0: 0.5, 3: 0.1}}, "local_steps": 2},
+    "start": {"compressor": "onebit", "start_step": 5, "local_steps": 3, "dense_last": True},
+}
+"""Configs of `gcbench run`, of which `arguments` makes those of `local_steps`."""
+JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
+
+
+def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
+    JOBS[function.__name__] = function
+    return function
+
+
+def arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of `local_steps` for a config."""
+    names = ("dense_below", "dense_last", "start_step", "seed", "memory", "memory_options")
+    names = (*names, "collective", "outer_lr", "outer_momentum", "outer_nesterov")
+    return {name: getattr(config, name) for name in names} | config.options
+
+
+class Loop:
+    """A user's loop on the examples of `gcbench run`."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.config, self.rank, self.task = config, rank, config.make_task()
+        train, _ = self.task.load(None)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.model = self.task.model_for(train)
+        self.batches = Batches(config, self.task, train, torch.device("cpu"))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), config.lr, config.momentum)
+
+    def local_steps(self, **more: Any) -> Any:
+        config = self.config
+        options = {**arguments(config), "every": config.local_steps, "timeout": 30.0, **more}
+        return gcbench.local_steps(self.model, self.optimizer, config.compressor, **options)
+
+    def run(self, steps: range) -> None:
+        for step in steps:
+            inputs, targets = self.batches.of(step, self.rank)
+            self.optimizer.zero_grad()
+            self.task.loss(self.model(inputs), targets).backward()
+            self.optimizer.step()
+
+    def flat(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+
+
+@job
+def equal(rank: int, size: int) -> dict[str, Any]:
+    """Train each case to the end."""
+    result: dict[str, Any] = {}
+    for name, case in CASES.items():
+        loop = Loop(Config.make({**COMMON, **case}), rank)
+        steps = loop.local_steps()
+        loop.run(range(2))
+        apart = digest(loop.flat())
+        loop.run(range(2, 8))
+        steps.exchange()  # the last round may be shorter
+        end, sent = digest(loop.flat()), steps.traffic.payload_up - steps.agreement.payload_up
+        result[name] = {"apart": apart, "end": end, "sent": sent, "step": steps.step}
+        steps.close()
+    return result
+
+
+@job
+def resumed(rank: int, size: int) -> dict[str, Any]:
+    """Save in the middle of a round, and resume in new objects."""
+    result: dict[str, Any] = {}
+    for name in ("sparse", "stages"):
+        config = Config.make({**COMMON, **CASES[name]})
+        loop = Loop(config, rank)
+        steps = loop.local_steps()
+        loop.run(range(5))
+        saved = loop.model.state_dict(), loop.optimizer.state_dict(), steps.state_dict()
+        steps.close()
+        again = Loop(config, rank)
+        again.model.load_state_dict(saved[0])
+        again.optimizer.load_state_dict(saved[1])
+        steps = again.local_steps(state=saved[2])
+        again.run(range(5, 8))
+        steps.exchange()
+        result[name] = digest(again.flat())
+        state = steps.state_dict()
+        ((key, entry),) = state.items()
+        bad = [*entry["parameters"][:-1], entry["parameters"][-1][:1]]
+        wrong = {"rank": changed(state, rank=7), "settings": state}
+        wrong["shape"] = changed(state, parameters=bad)
+        wrong["flipped"] = {key: {**entry, "step": 3}}
+        for case, each in wrong.items():
+            more = {"outer_lr": 0.5} if case == "settings" else {}
+            call = partial(Loop(config, rank).local_steps, state=each, **more)
+            result[f"{name}, {case}"] = refused(call)
+        steps.close()
+    return result
+
+
+@job
+def faults(rank: int, size: int) -> dict[str, Any]:
+    """Ranks that differ, diverge or stop."""
+    config, result = Config.make({**COMMON, **CASES["int8"]}), {}
+    other = Loop(config, rank)
+    with torch.no_grad():
+        next(other.model.parameters()).add_(rank)
+    result["parameters"] = refused(other.local_steps)
+    result["every"] = refused(lambda: Loop(config, rank).local_steps(every=2 + rank))
+    loop = Loop(config, rank)
+    loop.local_steps()
+    if rank == 1:
+        with torch.no_grad():
+            next(loop.model.parameters()).fill_(torch.inf)
+    for name in ("diverged", "again"):
+        result[name] = refused(lambda: loop.run(range(3)))
+    loop = Loop(config, rank)
+    steps = loop.local_steps()
+    loop.run(range(1 + rank))
+    result["another step"] = refused(steps.exchange)
+    half = nn.Linear(4, 2).double()
+    optimizer = torch.optim.SGD(half.parameters(), 0.1)
+    result["double"] = refused(lambda: gcbench.local_steps(half, optimizer, "int8", every=2))
+    return result

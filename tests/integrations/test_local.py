@@ -1,0 +1,79 @@
+"""`gcbench.local_steps` in a user's loop equals `gcbench run --local-steps`, resumes, and stops."""
+
+from __future__ import annotations
+
+import hashlib
+
+import jobs
+import local_jobs
+import pytest
+import torch
+
+import gcbench
+from gcbench.core.errors import UsageError
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+JOBS = jobs.Jobs("local_jobs", [], {2: [*local_jobs.JOBS]})
+of = JOBS.of
+
+
+@pytest.mark.parametrize("name", local_jobs.CASES)
+def test_a_loop_equals_a_run_bit_for_bit(name, tmp_path, simulated):
+    config = Config.make({**local_jobs.COMMON, **local_jobs.CASES[name]})
+    trainer = Trainer(config, simulated(2), Run(tmp_path), Options())
+    for _ in range(config.steps):
+        trainer.train_step()
+    first, second = (result[name] for result in of("equal"))
+    assert first["end"] == second["end"] == trainer.parameter_hash()
+    assert first["apart"] != second["apart"] or config.local_steps == 2
+    assert first["sent"] == trainer.world.traffic[0].payload_up
+    assert first["step"] == config.steps
+
+
+@pytest.mark.parametrize("name", ["sparse", "stages"])
+def test_a_loop_resumed_in_a_round_ends_in_the_same_bits(name):
+    for result, whole in zip(of("resumed"), of("equal"), strict=True):
+        assert result[name] == whole[name]["end"]
+        assert "rank 7" in result[f"{name}, rank"]["text"]
+        assert "outer_lr: " in result[f"{name}, settings"]["text"]
+        assert "shape (1" in result[f"{name}, shape"]["text"]
+        assert "digest" in result[f"{name}, flipped"]["text"]
+
+
+def test_faults_stop_all_ranks_with_the_cause():
+    for result in of("faults"):
+        assert "initial parameters" in result["parameters"]["text"]
+        assert "every: rank 0 2, rank 1 3" in result["every"]["text"]
+        for name in ("diverged", "again"):
+            assert result[name]["kind"] == "DivergedError"
+            assert result[name]["text"].startswith("rank 1: ")
+        assert result["another step"]["kind"] == "UsageError"
+        assert "step: rank 0 0, rank 1 1" in result["another step"]["text"]
+        assert "float32" in result["double"]["text"]
+        assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("int8", {"every": 0}, "every=0"),
+        ("int8", {"every": 2, "outer_nesterov": True}, "outer_momentum"),
+        ("topk", {"every": 2, "memory": "dgc"}, "outer_momentum"),
+        ("dlion", {"every": 2}, "update rule"),
+        ("int8", {"every": 2, "outer_lr": -1}, "outer_lr=-1"),
+    ],
+)
+def test_invalid_arguments_are_refused(method, options, message):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=message):
+        gcbench.local_steps(model, optimizer, method, **options)
+
+
+def test_the_digests_of_loops_and_runs_are_of_the_same_bytes():
+    x = torch.arange(3.0)
+    assert jobs.digest(x) == hashlib.sha256(x.numpy().tobytes()).hexdigest()
