@@ -290,7 +290,7 @@ def show_titles(kind: str, rows: Sequence[Row]) -> None:
     """Print `titles` on stdout, a line each, or the names alone where they are many."""
     width = _width()
     more = f"Everything about each: gcbench list {kind} --details."
-    if len(rows) <= LINES - 2:
+    if len(rows) <= LINES:
         longest = max((len(row["name"]) for row in rows), default=0)
         for row in rows:
             line = f"{row['name']:<{longest}}  {row['what']}"

@@ -75,9 +75,9 @@ def test_rows_that_are_missing_are_an_error_unless_they_are_awaited(
 def test_a_paired_difference_has_the_interval_of_its_seeds(findings):
     row = SimpleNamespace(method="a", values={0: 0.5, 1: 0.7, 2: 0.6}, examples=None)
     other = SimpleNamespace(method="b", values={0: 0.4, 1: 0.5, 2: 0.3, 3: 0.0})
-    made = findings._difference(row, other, 100.0, 2)
+    result = findings._difference(row, other, 100.0, 2)
     half = 4.302653 * 0.1 / math.sqrt(3)  # t of 2 degrees of freedom; differences .1, .2, .3
-    assert made.n == 3
-    assert (made.value, made.low, made.high) == pytest.approx(
+    assert result.n == 3
+    assert (result.value, result.low, result.high) == pytest.approx(
         (20.0, 20 - 100 * half, 20 + 100 * half), rel=1e-5
     )

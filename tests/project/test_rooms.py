@@ -38,7 +38,7 @@ def modules() -> dict[str, Path]:
     return result
 
 
-def imported(path: Path, defaults: dict[str, Path]) -> Iterator[tuple[str, bool]]:
+def imported(path: Path, package: dict[str, Path]) -> Iterator[tuple[str, bool]]:
     """Yield the modules of gcbench that a file imports, and whether it does so when it is read.
 
     Imports for type checkers alone are left out: they are not made.
@@ -57,7 +57,7 @@ def imported(path: Path, defaults: dict[str, Path]) -> Iterator[tuple[str, bool]
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in defaults else node.module for name in full]
+            names = [name if name in package else node.module for name in full]
         else:
             continue
         for name in names:
@@ -69,13 +69,13 @@ def room(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
-def wrong_directions(files: dict[str, Path], defaults: dict[str, Path]) -> list[str]:
+def wrong_directions(files: dict[str, Path], package: dict[str, Path]) -> list[str]:
     result = []
     for module, path in files.items():
         mine = room(module)
         if module in DOOR or mine == ANYWHERE:
             continue
-        for name, _ in imported(path, defaults):
+        for name, _ in imported(path, package):
             other = room(name)
             if other not in ("", ANYWHERE, mine, *BELOW[mine]):
                 result.append(f"{module} imports {name}")
@@ -88,15 +88,15 @@ def test_every_module_is_in_a_room():
 
 
 def test_imports_run_one_way():
-    defaults = modules()
-    assert wrong_directions(defaults, defaults) == []
+    package = modules()
+    assert wrong_directions(package, package) == []
 
 
-def circle(defaults: dict[str, Path]) -> list[str]:
+def circle(package: dict[str, Path]) -> list[str]:
     """Return the modules of a circle of imports that are made when modules are read; none: []."""
     graph = {
-        module: {name for name, at_once in imported(path, defaults) if at_once} - {module}
-        for module, path in defaults.items()
+        module: {name for name, at_once in imported(path, package) if at_once} - {module}
+        for module, path in package.items()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -106,18 +106,18 @@ def circle(defaults: dict[str, Path]) -> list[str]:
 
 
 def test_there_is_no_circle():
-    defaults = modules()
-    packages = {module for module, path in defaults.items() if path.name == "__init__.py"}
+    package = modules()
+    packages = {module for module, path in package.items() if path.name == "__init__.py"}
     # A package is imported before its modules, and it may import them.
     assert (
-        circle({m: p for m, p in defaults.items() if m not in packages or m == "gcbench.ops"}) == []
+        circle({m: p for m, p in package.items() if m not in packages or m == "gcbench.ops"}) == []
     )
 
 
 @pytest.mark.parametrize("folder", ["compressors", "tasks"])
 def test_plugins_import_the_contract_and_operations_alone(folder):
-    defaults = modules()
+    package = modules()
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for name, _ in imported(path, defaults):
+        for name, _ in imported(path, package):
             allowed = name == "gcbench" or name.startswith((*PLUGINS, f"gcbench.{folder}"))
             assert allowed, f"{path.name} imports {name}"

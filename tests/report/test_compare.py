@@ -373,7 +373,7 @@ def test_paths_that_are_no_results(tmp_path: Path) -> None:
     for path, words in [
         ("missing", "does not exist"),
         ("empty", "no run in .*gcbench run"),
-        ("note.txt", "no folder, and no .json"),
+        ("note.txt", "neither a folder"),
         ("none.json", "empty list"),
     ]:
         with pytest.raises(UsageError, match=words):

@@ -14,9 +14,9 @@ from gcbench.stats.confidence import interval, mean, ratio
 
 def test_intervals_are_students() -> None:
     values = [1.0, 2.0, 4.0, 7.0]
-    found = interval(values, "copies")
+    result = interval(values, "copies")
     low, high = scipy.stats.t.interval(0.95, 3, np.mean(values), scipy.stats.sem(values))
-    assert (found.mean, found.low, found.high) == pytest.approx((3.5, low, high))
+    assert (result.mean, result.low, result.high) == pytest.approx((3.5, low, high))
     assert math.isinf(interval([1.0], "x").high)
 
 
@@ -59,8 +59,8 @@ def test_betting_detects_divergence_and_tolerates_rare_large_values() -> None:
 
 def test_paired_samples_differ_by_their_own_gap() -> None:
     a = [10.1, 20.3, 29.9, 40.2]
-    found = confidence.against(a, [10.0, 20.0, 30.0, 40.0], "copies")
-    assert found.mean == pytest.approx(0.5 / 100)
+    result = confidence.against(a, [10.0, 20.0, 30.0, 40.0], "copies")
+    assert result.mean == pytest.approx(0.5 / 100)
     gaps = np.array([0.1, 0.3, -0.1, 0.2])
     half = scipy.stats.t.isf(0.5e-6, 3) * gaps.std(ddof=1) / 2 / 25
-    assert found.high - found.mean == pytest.approx(half)
+    assert result.high - result.mean == pytest.approx(half)
