@@ -96,9 +96,9 @@ def test_every_tensor_is_compressed_in_its_shape(tenth):
     payload = codec.encode(method, x, ctx)
     assert [part.numel() for part in payload.parts] == [2, 4, 1, 2, 1, 2], "int64 as two int32"
     decoded = codec.decode(method, payload, ctx)
-    kept = decoded != 0
-    assert torch.equal(decoded[kept], x[kept])
-    assert int(kept.sum()) == 4
+    sent = decoded != 0
+    assert torch.equal(decoded[sent], x[sent])
+    assert int(sent.sum()) == 4
 
 
 def test_random_numbers_follow_from_the_key_alone():

@@ -18,6 +18,7 @@ ORDER = (
 BELOW: dict[str, tuple[str, ...]] = {
     **{room: ORDER[:place] for place, room in enumerate(ORDER)},
     "results": ("core",),
+    "adapters": ("core",),
     "integrations": ("core", "ops"),
     "stats": ("core", "results"),
     "netlab": ("core", "report"),
