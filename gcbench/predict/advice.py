@@ -473,7 +473,7 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
             "rate": count_text(per_hour),
             "over_alone": per_hour / alone,
             "seconds": seconds,
-            "advice": advice if per_hour >= alone else SLOWER,
+            "advice": SLOWER if per_hour < (1 - 1e-9) * alone else advice,
         }
 
     plain, half = (one.seconds(workers, cluster) for one in prepared.baselines)
