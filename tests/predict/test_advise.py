@@ -744,7 +744,7 @@ NCCL = 0.94
 
 def plan(tmp_path: Path, model: str, cluster: str, workers: int, *more: object) -> Any:
     """Return the answer, and the options of a plan by name."""
-    words = ("--model", model, "--cluster", cluster, "--workers", workers, "--compressor", METHODS)
+    words = ("--model", model, "--cluster", cluster, "--workers", workers, *ALONE)
     where = ("--results", tmp_path / "a", "--progress", "none", "--json")
     result = invoke("advise", *words, *where, *more).json
     tables = {table["name"]: table["rows"] for table in result["tables"]}
