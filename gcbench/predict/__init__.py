@@ -1,7 +1,8 @@
-"""Predicts the time of a training step on a cluster, and recommends whether to compress.
+"""Predicts the time of a training step on a cluster, and plans a training job.
 
-From the bottom up: `networks` (shapes), `clusters` (devices and links), `throughput` (forward and
-backward), `traffic` (bytes), `costs` (encoding), `steps` (one step), `prediction` (`gcbench
-predict`), `links` (`predict --links`), `validation` (`predict --validate`), `evidence` (accuracy
-lost in stored runs) and `advice` (`gcbench advise`).
+From the bottom up: `networks` (shapes), `traffic` (bytes, buckets), `transport` (what a library
+achieves on a link), `clusters` (devices and links), `throughput` (forward and backward), `costs`
+(encoding), `steps` (one step), `validation` (measured times and the error band, `predict
+--validate`), `prediction` (`gcbench predict`), `links` (`predict --links`), `evidence` (accuracy
+lost in stored runs), `measuring` (`advise --measure`) and `advice` (`gcbench advise`).
 """

@@ -45,6 +45,7 @@ ROWS = "results/reference"
 """The folder of reference rows, below the current folder."""
 ALONE, FP32, BF16, SHARDED = "one worker", "fp32", "bf16", "sharded, bf16"
 """Options without a method: no exchange, and uncompressed exchanges."""
+LOCAL = "local steps"
 BASELINE, CHANGES, SLOWER = "baseline", "changes training", "slower than one"
 """Verdicts of options in a plan, in addition to those of methods."""
 MOST_ACCUMULATED, MOST_LOCAL = 64, 1024
@@ -473,7 +474,7 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
             "rate": count_text(per_hour),
             "over_alone": per_hour / alone,
             "seconds": seconds,
-            "advice": advice if per_hour >= alone else SLOWER,
+            "advice": SLOWER if per_hour < (1 - 1e-9) * alone else advice,
         }
 
     plain, half = (one.seconds(workers, cluster) for one in prepared.baselines)
@@ -492,7 +493,7 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
         blocking = cluster.model_copy(update={"overlap": 0.0, "buckets": None})
         wait = prepared.plain.seconds(workers, blocking) - compute
         local = _batches(wait, compute, settings.margin, MOST_LOCAL)
-        steps = row(f"local steps {local}", local * compute + wait, local, CHANGES)
+        steps = row(f"{LOCAL} {local}", local * compute + wait, local, CHANGES)
         plan += [{**many, "changes": examples}] * (count > 1)
         plan += [{**steps, "changes": "replicas differ between exchanges"}] * (local > 1)
     for method in methods:
@@ -574,18 +575,24 @@ def _answer(
 
 def _fewer_exchanges(plan: Sequence[Row], error: float) -> str:
     """Return what options that change training are predicted to gain, and how to test them."""
-    names = [
-        f"{row['option']} ({row['over_alone']:.2g} times one worker)"
+    options = {
+        str(row["option"]): float(row["over_alone"] or 0)
         for row in plan
         if row["advice"] == CHANGES and float(row["over_alone"] or 0) > 1 + error
-    ]
-    if not names:
+    }
+    if not options:
         return "Train on one worker: fewer exchanges would not be faster either."
-    return (
-        f"Fewer exchanges may pay, but change training: {', '.join(names)}. No stored run measured "
-        "their accuracy. To know, train to the same loss with them and with one worker, e.g. "
-        "`gcbench run --compressor none --local-steps 16 --outer-lr 0.7`."
+    gains = ", ".join(f"{name} ({gain:.2g} times one worker)" for name, gain in options.items())
+    text = (
+        f"Fewer exchanges may pay, but change training: {gains}. No stored run measured their "
+        "accuracy: train to the same loss with them and with one worker."
     )
+    if steps := next((name.split()[-1] for name in options if name.startswith(LOCAL)), None):
+        text += (
+            f" Try: `rounds = gcbench.local_steps(model, optimizer, 'none', every={steps}, "
+            "outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True)`."
+        )
+    return text
 
 
 def _how_to_know(settings: Settings, choice: str) -> str:
