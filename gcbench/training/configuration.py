@@ -729,6 +729,6 @@ def require_device(device: str) -> None:
     except RuntimeError:
         raise UsageError(f"device {device!r}: expected 'cpu', 'cuda' or 'cuda:0'") from None
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device!r}: torch finds no CUDA device; see `gcbench info`")
+        raise UsageError(f"device {device!r}: torch sees no CUDA device; see `gcbench info`")
     if kind not in ("cpu", "cuda"):
         raise GcbenchError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")

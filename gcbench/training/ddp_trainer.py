@@ -163,6 +163,9 @@ class DdpTrainer(Trainer):
         finally:
             if self.hook is not None:
                 self.hook.close()
+            # Now, while torch refers to the process group. Otherwise DDP's reducer would destroy it
+            # with the GIL, and wait for a thread of gloo that may wait for the GIL (torch 2.13).
+            del self.wrapped
 
     def _worker_states(self) -> list[dict[str, Any]]:
         (state,) = super()._worker_states()

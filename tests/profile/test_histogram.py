@@ -92,7 +92,7 @@ def test_the_digest_is_of_the_gradients(tmp_path: Path) -> None:
 
 def test_bad_captures_say_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"no captures .* in .*empty; `gcbench run --capture"):
+    with pytest.raises(UsageError, match=r"no captures .* in .*empty; .*`gcbench run --capture"):
         captures.load([tmp_path / "empty"])
     with pytest.raises(UsageError, match=r"no capture .*nowhere"):
         captures.load([tmp_path / "nowhere"])
@@ -107,7 +107,7 @@ def test_bad_captures_say_what_to_do(tmp_path: Path) -> None:
         captures.load([short])
     foreign = tmp_path / "foreign.safetensors"
     save_file({"w": torch.ones(3)}, foreign)
-    with pytest.raises(UsageError, match="schema None in its metadata, '1' is read"):
+    with pytest.raises(UsageError, match="schema None, expected '1'"):
         captures.load([foreign])
     odd = {"schema": "1", "step": "0", "layers": '[{"name": "v"}]'}
     save_file({"w": torch.ones(3)}, foreign, odd)
@@ -115,11 +115,11 @@ def test_bad_captures_say_what_to_do(tmp_path: Path) -> None:
         captures.load([foreign])
     odd["layers"] = '[{"name": "w"}]'
     save_file({"w": torch.ones(3, 2), "v": torch.ones(3, 2)}, foreign, odd)
-    with pytest.raises(UsageError, match="do not fit together"):
+    with pytest.raises(UsageError, match="do not match its `layers`"):
         captures.load([foreign])
     odd["layers"] = '[{"name": "w"}, {"name": "v"}]'
     save_file({"w": torch.ones(3, 2), "v": torch.ones(2, 2)}, foreign, odd)
-    with pytest.raises(UsageError, match="do not fit together"):
+    with pytest.raises(UsageError, match="do not match its `layers`"):
         captures.load([foreign])
     smaller = (LAYERS[0], Layer("b.weight", "fully connected", (40, 99)), LAYERS[2])
     other = capture(tmp_path / "other", normal(layers=smaller), step=4)
@@ -236,9 +236,9 @@ def test_wishes_that_a_run_cannot_fulfil(tmp_path: Path) -> None:
     words = ["run", "--steps", 4, "--eval-every", 0, "--results", tmp_path, "--progress", "none"]
     for wrong, text in [
         ("4", "--capture 4: .* has 4 steps, counted from 0; its last is 3"),
-        ("x", "steps with commas"),
-        ("-1", "steps with commas"),
-        ("", "steps with commas"),
+        ("x", "expected steps separated by commas"),
+        ("-1", "expected steps separated by commas"),
+        ("", "expected steps separated by commas"),
     ]:
         result = invoke(*words, "--capture", wrong)
         assert result.code == 2
@@ -249,7 +249,7 @@ def test_wishes_that_a_run_cannot_fulfil(tmp_path: Path) -> None:
     assert invoke(*words, "--capture", 1).code == 0
     result = invoke(*words, "--capture", "1,2")
     assert result.code == 2
-    assert "is past step(s) 2, and their gradients were not captured; --force" in result.err
+    assert "is past step(s) 2, whose gradients were not captured; use --force" in result.err
     assert invoke(*words, "--capture", "2", "--force").code == 0
     assert [one.step for one in captures.load([tmp_path])] == [2]  # those of the earlier run go
 
@@ -262,7 +262,7 @@ def test_other_layers_than_before_are_refused(tmp_path: Path) -> None:
     for layers in ("*", "3.*"):
         result = invoke(*words, "--capture", 1, "--capture-layers", layers)
         assert result.code == 2
-        assert f"was made with --capture-layers '1.*', not '{layers}'; --force" in result.err
+        assert f"was made with --capture-layers '1.*', not '{layers}'; use --force" in result.err
     (folder,) = tmp_path.glob("digits-*")
     with pytest.raises(UsageError, match="was made with"):
         Plan((1,)).missing(Run(folder))

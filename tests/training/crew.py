@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -204,7 +205,9 @@ def train_through_ddp(member, jobs):
                 result[name] = json.loads(json.dumps(summary))
             except Interrupted:
                 result[name] = {"stopped": trainer.step}
-            world.collect([name])  # the next one may go on from what worker 0 has saved
+            alive = [x for x in gc.get_objects() if type(x).__name__ == "DistributedDataParallel"]
+            result[name]["freed"] = not alive
+            world.collect([name])  # the next one may resume from a checkpoint of worker 0
         return result
     finally:
         world.close()
