@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    *("core", "ops", "results", "integrations", "training", "stats", "report", "studies", "checks"),
+    *("core", "ops", "results", "integrations", "training", "stats", "report", "checks", "studies"),
     *("profile", "predict", "netlab", "commands"),
 )
 """The rooms; each may import those before it, if nothing else is said."""
