@@ -22,7 +22,7 @@ BROKEN = [(kind, cls) for kind, several in broken.KINDS.items() for cls in sever
 @pytest.mark.parametrize(("kind", "cls"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_broken_method_is_refused(kind, cls):
     """With the function and the input; an exception would be no finding of the search."""
-    (finding,) = Search(cls(), EFFORTS.get(cls, cases.QUICK)).run()
+    (finding,) = Search(cls(), EFFORTS.get(cls, cases.QUICK), shrink=0).run()
     assert finding.function
     assert "Error" not in finding.fault
     assert finding.case
@@ -32,12 +32,15 @@ SHORT = cases.Effort(every=12, long=0, many=0, million=0, steps=1, thin=40)
 FEW = SHORT._replace(every=200)
 EFFORTS = {
     broken.VeryLongMean: FEW._replace(million=1),
+    broken.SixteenWorkers: FEW._replace(thin=4),
+    broken.DecodedSteps: FEW._replace(steps=260, thin=1),
     broken.Flushing1327: FEW._replace(steps=2048, thin=1),
     **{
         cls: FEW
         for cls in (
             *(broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace),
-            *(broken.PlanByNumber, broken.DrawsByStep),
+            *(broken.PlanByNumber, broken.DrawsByStep, broken.PlanByEnds, broken.InfiniteSum),
+            broken.SeedsNumpy,
         )
     },
     **{cls: FEW._replace(long=1) for cls in (broken.LongMean, broken.LongOut, broken.LongFeedback)},
