@@ -347,6 +347,7 @@ def _tags(
     that differ among the rows.
     """
     bare, pairs = [], []
+    method = declared.of_method(config)
     for key, role in DECLARED.roles.items():
         value = config.get(key)
         if key in shown or key in _IN_WORDS:
@@ -356,7 +357,7 @@ def _tags(
                 pairs.append(f"{key}={text(value)}")
             elif value:
                 bare.append(text(value))
-        elif role == "method" and _is_changed(config, key):
+        elif role == "method" and _is_changed(method, key, value):
             pairs.append(f"{key}={text(value)}")
     return bare + pairs
 
@@ -370,12 +371,9 @@ _IN_WORDS = frozenset(
 """Settings of a method in the first part of its label."""
 
 
-def _is_changed(config: Mapping[str, Any], key: str) -> bool:
+def _is_changed(method: declared.Declared | None, key: str, value: Any) -> bool:
     """Return whether a setting differs from the method's default."""
-    value = config.get(key)
-    method = declared.of_method(config)
-    usual = DECLARED.defaults[key] if method is None else method.default(key)
-    return bool(value != usual)
+    return bool(value != (DECLARED.defaults[key] if method is None else method.default(key)))
 
 
 def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[str]:
@@ -396,7 +394,8 @@ def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[st
 
 def _budget(run: Run, choices: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return the settings that a row shares with its baseline; `choices` as for `rows`."""
-    return {key: value for key, value in run.config.items() if key not in METHOD_KEYS | choices}
+    left = METHOD_KEYS | choices
+    return {key: value for key, value in run.config.items() if key not in left}
 
 
 class _Baselines:
