@@ -619,7 +619,7 @@ def test_the_command_prints_rows_saves_them_and_draws(tmp_path, only_small) -> N
     assert sum(row["count"] for row in first) == 16
     svg = (tmp_path / "p.svg").read_text()
     assert "measured / bound" in svg
-    again = invoke(*words)
+    again = invoke(*words, "--details")
     assert again.code == 0
     assert "is finished" in again.err
     messages = ("Verdicts on compressors: known inputs", "Properties of gradients", "slack")
@@ -733,7 +733,7 @@ def test_strict_counts_theorems_alone(tmp_path, monkeypatch) -> None:
     done = invoke(*words, "variance/none")
     assert done.code == 0
     monkeypatch.setattr(quadratics, "rate", lambda *args: [[9.0, 9.1] * 40])
-    done = invoke(*words, "rate/none")
+    done = invoke(*words, "rate/none", "--details")
     assert done.code == 1
     assert "a theorem's bound is violated" in done.err
     assert "fails on quadratics" in done.out
