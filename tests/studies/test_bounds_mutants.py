@@ -14,10 +14,10 @@ import torch
 from commands import invoke
 from wrong_methods import EFSIGN, QSGD, TERN, WRONG, Levels, Wrong
 
+from gcbench.checks import calls
 from gcbench.core.compressor import Segments
 from gcbench.studies import bounds
 from gcbench.studies.bounds import (
-    alone,
     audit,
     codec_claims,
     quadratic_claims,
@@ -129,7 +129,7 @@ def test_what_no_audit_sees_is_not_judged(base, collectives, why, small) -> None
 def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> None:
     """A method that no theorem judges, whatever its code does, does not pass --strict."""
     words = ("bounds", *QUICK, "--methods", "none,twoshotlevels", "--results", tmp_path)
-    done = invoke(*words)
+    done = invoke(*words, "--details")
     messages = " ".join(done.out.split())
     assert "owners encode the mean again" in messages
     assert "No theorem judged twoshotlevels: " in messages
@@ -146,8 +146,8 @@ def test_a_method_whose_first_two_steps_draw_alike_is_random() -> None:
             return super().encode(x, ctx._replace(key=ctx.key._replace(step=ctx.key.step // 2)))
 
     segments = Segments.of([(100,)])
-    assert alone.random(Paired(), torch.arange(100.0), segments)
-    assert not alone.random(TERN(), torch.zeros(100), segments)
+    assert calls.is_random(Paired(), torch.arange(100.0), segments)
+    assert not calls.is_random(TERN(), torch.zeros(100), segments)
 
 
 def test_a_right_method_of_no_levels_is_judged(installed, small, tmp_path) -> None:
