@@ -436,7 +436,7 @@ TOP = 7
 
 def spread(values: Tensor, segments: Segments) -> Tensor:
     """Return each segment's value at all of its elements."""
-    return torch.repeat_interleave(values, torch.tensor(segments.lengths))
+    return torch.repeat_interleave(values, torch.tensor(segments.lengths, dtype=torch.int64))
 
 
 class DitherClaims(Claims):

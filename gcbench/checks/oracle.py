@@ -215,7 +215,7 @@ def _along(t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str) -
     errors, spread = w * e, w.square() * v
     for name, part, var in _stretches(errors, spread):
         reach = max(most or 0.0, float(part.abs().max()) if most is None and len(part) else 0.0)
-        rows = part[: len(part) // 64 * 64].view(64, -1).sum(1) if len(part) >= 640 else None
+        rows = part[: len(part) // 64 * 64].view(64, -1).sum(1) if len(part) >= ROWS_FROM else None
         scatter = max(float(var.sum()), 64 * float(rows.var()) if rows is not None else 0.0)
         limit = bernstein(scatter, reach, UNLIKELY) + 1e-5 * len(part)
         total = float(part.sum())
@@ -227,10 +227,14 @@ def _along(t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str) -
             )
 
 
+ROWS_FROM = 640
+"""Elements from which the sums of 64 rows show the scatter of errors that are not independent."""
+
+
 def _stretches(errors: Tensor, spread: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "all", errors, spread
     n = len(errors)
-    if n >= 4096:
+    if n >= 8 * ROWS_FROM:
         count = 32 if n >= 60_000 else 8
         parts = zip(errors.tensor_split(count), spread.tensor_split(count), strict=True)
         for i, (part, var) in enumerate(parts):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
 
 from gcbench.checks import mutants
 
@@ -50,25 +51,38 @@ def test_a_mutant_changes_one_place_of_the_code(tmp_path):
     assert plain not in texts
 
 
-@pytest.fixture(scope="module")
-def original() -> str:
-    fault, digest = mutants.isolated(
-        lambda report: report(mutants.broad_search(mutants.configured(mutants.load(None, FILE))))
-    )
-    assert fault == ""
-    return digest
+VERDICTS = f"""
+import ast
+from pathlib import Path
+
+import torch
+
+from gcbench.checks import mutants
+
+torch.set_num_threads(1)
+path = Path({str(ROOT / "compressors" / FILE)!r})
 
 
-def decided(mutant: mutants.Mutant, original: str) -> str:
-    verdict = mutants.isolated(lambda report: mutants.decide(mutant, original, report))
-    return str(verdict["outcome"])
+def search(report):
+    report(mutants.broad_search(mutants.configured(mutants.load(None, {FILE!r}))))
 
 
-def test_the_verdict_on_a_mutant(original):
-    tree = ast.parse((ROOT / "compressors" / FILE).read_text())
-    assert decided(mutants.Mutant(FILE, 1, "nothing", tree), original) == "equivalent"
-    changed = next(iter(mutants.mutants_of(ROOT / "compressors" / FILE)))
-    assert decided(changed, original) == "killed"
+fault, digest = mutants.isolated(search)
+assert fault == ""
+changed = next(iter(mutants.mutants_of(path)))
+for mutant in (mutants.Mutant({FILE!r}, 1, "nothing", ast.parse(path.read_text())), changed):
+    verdict = mutants.isolated(lambda report: mutants.decide(mutant, digest, report))
+    print(verdict["outcome"])
+"""
+
+
+def test_the_verdict_on_a_mutant():
+    """In a process of its own: a fork after torch has started threads hangs."""
+    words = [sys.executable, "-c", VERDICTS]
+    single = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=single, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equivalent", "killed"]
 
 
 def test_the_stored_result_covers_every_file_and_kills_nearly_all():

@@ -83,8 +83,8 @@ def test_bandwidth_is_bounded_too(tmp_path):
     ("words", "message"),
     [
         (("--compressor", "nope"), "unknown compressor 'nope'"),
-        (("--clip", "-1"), "--clip -1.0: use"),
-        (("--kept", "1.5"), "--kept 1.5: use a share"),
+        (("--seed", "a"), "seed"),
+        (("--capture", "-3"), "--capture"),
     ],
 )
 def test_histogram_looks_at_its_words_before_it_trains(tmp_path, idle, words, message):
