@@ -100,13 +100,13 @@ def select(
     Raises:
         MissingError: there is none.
     """
-    found = list(rows)
+    result = list(rows)
     for key, wanted in where.items():
         if key != "seed":
-            found = [row for row in found if _setting(row, key) == text(wanted)]
-    if not found:
+            result = [row for row in result if _setting(row, key) == text(wanted)]
+    if not result:
         raise MissingError(f"no row has all of {text(dict(where))}")
-    return found
+    return result
 
 
 def _setting(row: compare.ComparisonRow, key: str) -> str:
@@ -142,19 +142,19 @@ def of_row(spec: Mapping[str, Any]) -> Measured:
         UsageError: several rows are.
     """
     rows = _rows(spec["suite"], spec.get("trials", False))
-    found = select(rows, spec["where"])
+    result = select(rows, spec["where"])
     other = None
     if "minus" in spec:
         (other,) = select(rows, spec["minus"])
-    percent = found[0].metric == "accuracy"
+    percent = result[0].metric == "accuracy"
     scale, digits = (100.0, 2) if percent else (1.0, 3)
     if spec.get("several") == "worst":
-        worst = [_difference(row, None, scale, digits) for row in found if row.difference]
+        worst = [_difference(row, None, scale, digits) for row in result if row.difference]
         return min(worst, key=lambda one: one.low if percent else -one.high)
-    if len(found) > 1:
-        names = "; ".join(row.method for row in found)
-        raise UsageError(f"{text(dict(spec['where']))} selects {len(found)} rows: {names}")
-    (row,) = found
+    if len(result) > 1:
+        names = "; ".join(row.method for row in result)
+        raise UsageError(f"{text(dict(spec['where']))} selects {len(result)} rows: {names}")
+    (row,) = result
     match spec.get("quantity", "difference"):
         case "difference":
             return _difference(row, other, scale, digits)

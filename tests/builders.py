@@ -86,8 +86,8 @@ def summary(name: str = "none", seed: int = 0, accuracy: float | None = 0.5, **o
         "skipped_steps": 0,
         "provenance": {"commit": "abc", "machine": {"cpu": "some"}},
     }
-    kept = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
-    fields |= {key: config[key] for key in kept}
+    selected = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
+    fields |= {key: config[key] for key in selected}
     return (
         fields | {key: value for key, value in over.items() if key in fields} | {"config": config}
     )

@@ -115,29 +115,29 @@ def gcbench_each(*commands: Sequence[object], path: str) -> list[Result]:
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
-    return [Result(*found) for found in json.loads(done.stdout.splitlines()[-1])]
+    return [Result(*result) for result in json.loads(done.stdout.splitlines()[-1])]
 
 
 def wait_for(what, process: subprocess.Popen[str] | None = None):
     """Wait until `what()` is true, while the process lives."""
     patience = time.monotonic() + PATIENCE
-    while not (found := what()):
+    while not (result := what()):
         if process is not None and process.poll() is not None:
             raise AssertionError(f"ended too early: {process.communicate()}")
         assert time.monotonic() < patience, "waited in vain"
         time.sleep(0.005)
-    return found
+    return result
 
 
 def members(session: int) -> list[int]:
     """Return the living processes of a session: those that a command left behind, too."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, sid = path.read_text().rpartition(")")[2].split()[:4]
             if int(sid) == session and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+                result.append(int(path.parent.name))
+    return result
 
 
 @contextlib.contextmanager

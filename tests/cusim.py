@@ -41,7 +41,7 @@ _DYNAMIC = re.compile(
 def bodies(text: str) -> dict[str, str]:
     """Return the functions of preprocessed `text`: name -> bodies (of all of that name)."""
     text = re.sub(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'', '""', text)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     stack: list[str | None] = []
     start = head = 0
     name = ""
@@ -64,10 +64,10 @@ def bodies(text: str) -> dict[str, str]:
         elif mark[0] == "}":
             scope = stack.pop()
             if scope is not None and not any(other is not None for other in stack):
-                found[name] = found.get(name, "") + text[start : mark.end()]
+                result[name] = result.get(name, "") + text[start : mark.end()]
         if not any(scope is not None for scope in stack):
             head = mark.end()
-    return found
+    return result
 
 
 def collective_functions(text: str) -> set[str]:

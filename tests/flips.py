@@ -28,10 +28,10 @@ def make(folder: Path) -> tuple[Path, Path]:
     """Make a run with captured gradients, and a file with its row; return both places."""
     plan = captures.Plan((1,))
     table = folder / "rows.parquet"
-    made = runner.Runner(
+    created = runner.Runner(
         folder / "runs", None, 60.0, "none", force=False, capture=plan, rows_files=[table]
     )
-    made.all(grid.expand(SETTINGS | {"log_every": 2, "eval_every": 2}, None), json=False)
+    created.all(grid.expand(SETTINGS | {"log_every": 2, "eval_every": 2}, None), json=False)
     (run,) = (folder / "runs").iterdir()
     return run, table
 
@@ -46,13 +46,13 @@ def _loaded(place: Path) -> Any:
 def readers(run: Path, table: Path) -> dict[Path, list[Callable[[], Any]]]:
     """Return for each file what reads it: compare and report, resume and suites, histogram."""
     whole = [lambda: _loaded(run), lambda: Run(run).summary]
-    found: dict[Path, list[Callable[[], Any]]] = {
+    result: dict[Path, list[Callable[[], Any]]] = {
         path: whole for path in sorted(run.glob("*")) if path.is_file()
     }
     for path in sorted((run / "captures").iterdir()):
-        found[path] = [lambda path=path: captures.Capture(path).digest]  # type: ignore[misc]
-    found[table] = [lambda: _loaded(table), lambda: rows.read(table)]
-    return found
+        result[path] = [lambda path=path: captures.Capture(path).digest]  # type: ignore[misc]
+    result[table] = [lambda: _loaded(table), lambda: rows.read(table)]
+    return result
 
 
 def outcomes(path: Path, read: list[Callable[[], Any]], bits: Iterator[int]) -> Counter[str]:
@@ -63,7 +63,7 @@ def outcomes(path: Path, read: list[Callable[[], Any]], bits: Iterator[int]) -> 
     """
     data = path.read_bytes()
     right = [json.dumps(one(), sort_keys=True) for one in read]
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     try:
         for bit in bits:
             damaged = bytearray(data)
@@ -72,12 +72,12 @@ def outcomes(path: Path, read: list[Callable[[], Any]], bits: Iterator[int]) -> 
             for one, expected in zip(read, right, strict=True):
                 try:
                     same = json.dumps(one(), sort_keys=True) == expected
-                    found["unchanged" if same else "silent"] += 1
+                    result["unchanged" if same else "silent"] += 1
                 except GcbenchError as error:
-                    found["detected" if path.name in str(error) else "unnamed"] += 1
+                    result["detected" if path.name in str(error) else "unnamed"] += 1
     finally:
         path.write_bytes(data)
-    return found
+    return result
 
 
 def sample(path: Path, count: int, seed: int = 0) -> Iterator[int]:
@@ -92,18 +92,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--each", type=int, default=2**62, help="at most that many bits per file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     table: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         run, rows_file = make(Path(scratch))
         for path, read in readers(run, rows_file).items():
-            found = outcomes(path, read, sample(path, given.each))
-            bits = min(given.each, 8 * path.stat().st_size)
-            table[path.name] = {"bits": bits, "readers": len(read), **found}
+            result = outcomes(path, read, sample(path, options.each))
+            bits = min(options.each, 8 * path.stat().st_size)
+            table[path.name] = {"bits": bits, "readers": len(read), **result}
             print(path.name, table[path.name], flush=True)
-    if given.json:
+    if options.json:
         head = {"gcbench": gcbench.__version__, "settings": SETTINGS}
-        given.json.write_text(json.dumps({**head, "files": table}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**head, "files": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

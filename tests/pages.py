@@ -72,8 +72,8 @@ def blocks(text: str) -> Iterator[Block]:
         if start is None:
             language = fence[1].strip()
             if language not in ("sh", "python", *NOT_CODE):
-                known = ", ".join(("sh", "python", *NOT_CODE))
-                raise PageError(f"line {number + 1}: a block of {language!r}; known: {known}")
+                choices = ", ".join(("sh", "python", *NOT_CODE))
+                raise PageError(f"line {number + 1}: a block of {language!r}; known: {choices}")
             start = number
             continue
         language = lines[start].strip("` ")

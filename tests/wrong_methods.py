@@ -225,10 +225,10 @@ class HalfTopK(TOPK):
 
     def encode(self, x, ctx):
         places, _ = self._open(super().encode(x, ctx._replace(parts=None)), ctx.segments)
-        kept = x.clone()
-        kept[places[::2]] = 0
+        selected = x.clone()
+        selected[places[::2]] = 0
         rest = torch.zeros_like(x)
-        rest[places] = kept[places]
+        rest[places] = selected[places]
         return super().encode(rest, ctx)
 
 
@@ -481,9 +481,9 @@ class LevelsClaims(Claims):
 
 @dataclass(frozen=True)
 class Levels(Compressor):
-    """No class of ours, and right: rounds at random to 15 levels of each segment's largest.
+    """Right, and not a built-in class: rounds at random to 15 levels of each segment's largest.
 
-    int8 codes and a float32 scale a segment. Other classes break one of its functions.
+    int8 codes and a float32 scale per segment. Other classes break one of its functions.
     """
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
@@ -528,7 +528,7 @@ class TwoShotLevels(Levels):
 class Wrong(NamedTuple):
     """A wrong class, the claims that are run on it, and those that must fail."""
 
-    made: type[Compressor]
+    method: type[Compressor]
     claims: str
     caught: tuple[str, ...]
     options: str = ""

@@ -50,18 +50,18 @@ def _stop_on_signals(*, managed: bool) -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    asked = threading.Event()
+    asked: list[int] = []  # an Event's lock would block a signal that interrupts its handler
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
 
         def handle(number: int, frame: object) -> None:
-            asked.set()
+            asked.append(number)
             if not managed:
                 signal.signal(number, before[signal.Signals(number)])
 
         for number in before:
             signal.signal(number, handle)
-        yield asked.is_set
+        yield lambda: bool(asked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

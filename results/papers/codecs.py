@@ -71,8 +71,8 @@ def aggregated(method: Compressor, xs: Sequence[Tensor], segments: Segments, key
     shared, prepared = codec.agree(method, xs, ctx)
     payloads = []
     for rank, (x, ready) in enumerate(zip(xs, prepared, strict=True)):
-        own = ctx._replace(shared=shared, prepared=ready, key=key._replace(rank=rank))
-        payloads.append(codec.encode(method, x, own))
+        context = ctx._replace(shared=shared, prepared=ready, key=key._replace(rank=rank))
+        payloads.append(codec.encode(method, x, context))
     return codec.mean(method, payloads, ctx._replace(shared=shared))
 
 
@@ -129,9 +129,9 @@ def run(
     steps = measured(each, settings, observer, ledger, data_dir)
     rows: list[Row] = []
     for spec, method in chosen.items():
-        own = [row for row in steps if row["method"] == spec]
-        row: Row = {"method": spec, "bits": fmean(values(own, "bits"))}
-        row |= {"real": fmean(values(own, "error")), **synthetic(method)}
+        of_method = [row for row in steps if row["method"] == spec]
+        row: Row = {"method": spec, "bits": fmean(values(of_method, "bits"))}
+        row |= {"real": fmean(values(of_method, "error")), **synthetic(method)}
         row["unbiased"] = method.claims.unbiased
         rows.append(row)
     rows.sort(key=lambda row: (-number(row["bits"]), number(row["real"])))

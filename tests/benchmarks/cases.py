@@ -39,7 +39,7 @@ ROTATED = 128  # elements that are rotated together
 RATIO = 0.01
 RANGE = 10, 6  # bits, and those of the mantissa
 TWICE = 8
-"""Bytes an element that are read again where a mean of a whole tensor decides about a residual."""
+"""Bytes per element that are read again where a mean of a whole tensor decides about a residual."""
 
 
 class Gradient:
@@ -600,7 +600,7 @@ def _natural_mean(g: Gradient) -> Timed:
 # selection
 
 
-def _kept(g: Gradient) -> tuple[Sequence[ops.selection.KeptRun], Tensor, Tensor]:
+def _selected(g: Gradient) -> tuple[Sequence[ops.selection.KeptRun], Tensor, Tensor]:
     """Return the runs, and positions and values of the largest 1 % of each tensor."""
     runs = ops.selection.kept_runs(g.segments(), RATIO)
     return runs, *ops.selection.largest_elements(g.x, runs)
@@ -608,13 +608,13 @@ def _kept(g: Gradient) -> tuple[Sequence[ops.selection.KeptRun], Tensor, Tensor]
 
 @case("largest_elements", each(eager.topk), op="selection.largest_elements")
 def _largest_elements(g: Gradient) -> Timed:
-    runs, positions, values = _kept(g)
+    runs, positions, values = _selected(g)
     return Timed(lambda: ops.selection.largest_elements(g.x, runs), nbytes(g.x, positions, values))
 
 
 @case("random_positions", op="selection.random_positions")
 def _random_positions(g: Gradient) -> Timed:
-    runs, positions, _ = _kept(g)
+    runs, positions, _ = _selected(g)
     return Timed(
         lambda: ops.selection.random_positions(KEY, runs, device=g.device), nbytes(positions)
     )
@@ -622,13 +622,13 @@ def _random_positions(g: Gradient) -> Timed:
 
 @case("gather", op="selection.gather")
 def _gather(g: Gradient) -> Timed:
-    _, positions, values = _kept(g)
+    _, positions, values = _selected(g)
     return Timed(lambda: ops.selection.gather(g.x, positions), nbytes(positions, values, values))
 
 
 @case("scatter", each(eager.topk_decode, eager.topk), op="selection.scatter")
 def _scatter(g: Gradient) -> Timed:
-    _, positions, values = _kept(g)
+    _, positions, values = _selected(g)
     out = g.empty(torch.float32, g.n)
     return Timed(
         lambda: ops.selection.scatter(values, positions, g.n, out=out),
@@ -656,7 +656,7 @@ def _scatter_mean(g: Gradient) -> Timed:
 
 @case("pack_positions", op="selection.pack_positions")
 def _pack_positions(g: Gradient) -> Timed:
-    _, positions, _ = _kept(g)
+    _, positions, _ = _selected(g)
     parts = ops.selection.pack_positions(positions, g.n, "smallest")
     return Timed(
         lambda: ops.selection.pack_positions(positions, g.n, "smallest"), nbytes(positions, parts)
@@ -665,7 +665,7 @@ def _pack_positions(g: Gradient) -> Timed:
 
 @case("unpack_positions", op="selection.unpack_positions")
 def _unpack_positions(g: Gradient) -> Timed:
-    runs, positions, _ = _kept(g)
+    runs, positions, _ = _selected(g)
     parts = ops.selection.pack_positions(positions, g.n, "smallest")
     return Timed(
         lambda: ops.selection.unpack_positions(parts, g.n, "smallest", runs, ""),
@@ -731,8 +731,8 @@ def _spectrum_mean(g: Gradient) -> Timed:
     """Return the sum of four spectra, of which 15 % of the bins are kept."""
     bins = g.n // 2
     values = halves(g)[::7]
-    kept = torch.arange(0, bins, 7, device=g.x.device)
-    sparse = [(kept, torch.view_as_real(values).contiguous())] * 4
+    selected = torch.arange(0, bins, 7, device=g.x.device)
+    sparse = [(selected, torch.view_as_real(values).contiguous())] * 4
     out = g.empty(torch.float32, 2 * bins).view(bins, 2)
     return Timed(lambda: ops.spectrum.mean(sparse, [0.25] * 4, bins, out=out), nbytes(*sparse, out))
 
@@ -747,7 +747,7 @@ def _spectrum_fold(g: Gradient) -> Timed:
 # ---- methods -------------------------------------------------------------------------------------
 
 AGAIN: Mapping[str, int] = {"efsignsgd.encode_feedback": TWICE}
-"""Bytes an element that are read again, as a statistic of a whole tensor decides about each."""
+"""Bytes per element that are read again, as a statistic of a whole tensor decides about each."""
 
 EAGER: Mapping[str, Eager] = {
     "bf16.encode": each(torch.Tensor.bfloat16),
@@ -835,8 +835,8 @@ class Method:
         self.sent = self.slots()
 
         def call() -> Payload:
-            kept = codec.prepare(self.method, self.g.x, Context(self.segments)).cached
-            ctx = self.ctx._replace(prepared=kept, parts=self.sent)
+            selected = codec.prepare(self.method, self.g.x, Context(self.segments)).cached
+            ctx = self.ctx._replace(prepared=selected, parts=self.sent)
             return codec.encode(self.method, self.g.x, ctx)
 
         return Timed(call, nbytes(self.g.x, self.g.x, payload))
@@ -932,5 +932,5 @@ def _method(name: str, part: str) -> Case:
 for _entry in registry.compressors().values():
     if _entry.source == "built-in" and _entry.name != "none":  # which has nothing to encode
         for _part in _parts(registry.compressor(_entry.name)):
-            _made = _method(_entry.name, _part)
-            CASES[_made.name] = _made
+            _built = _method(_entry.name, _part)
+            CASES[_built.name] = _built

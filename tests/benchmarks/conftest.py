@@ -38,9 +38,9 @@ def pytest_benchmark_generate_machine_info(config):
 def pytest_benchmark_update_json(output_json):
     """Keep what the table needs, without each sample."""
     commit = output_json["commit_info"]
-    known = commit["id"] != "unversioned"
+    names = commit["id"] != "unversioned"
     output_json["commit_info"] = {
-        "id": commit["id"] if known else None,
+        "id": commit["id"] if names else None,
         "dirty": commit.get("dirty"),
     }
     output_json["benchmarks"] = [

@@ -47,8 +47,8 @@ def clipped_max(g: Tensor) -> Pair:
 
 def ternary_encode(g: Tensor, limit: Tensor, scale: Tensor) -> Tensor:
     clipped = g.clamp(-limit, limit)
-    kept = torch.rand_like(clipped) < clipped.abs() / scale
-    return to_bytes(torch.where(kept, torch.where(g < 0, 2, 1), 0).to(torch.uint8), 2)
+    selected = torch.rand_like(clipped) < clipped.abs() / scale
+    return to_bytes(torch.where(selected, torch.where(g < 0, 2, 1), 0).to(torch.uint8), 2)
 
 
 def ternary_decode(packed: Tensor, scale: Tensor) -> Tensor:
@@ -152,13 +152,13 @@ def int8_decode(coded: Pair) -> Tensor:
 
 def topk(g: Tensor, ratio: float = 0.01) -> tuple[Tensor, Tensor, int]:
     flat = g.view(-1)
-    _, kept = torch.topk(flat.abs(), max(1, int(flat.numel() * ratio)), sorted=False)
-    return kept, flat[kept], flat.numel()
+    _, selected = torch.topk(flat.abs(), max(1, int(flat.numel() * ratio)), sorted=False)
+    return selected, flat[selected], flat.numel()
 
 
 def topk_decode(coded: tuple[Tensor, Tensor, int]) -> Tensor:
-    kept, values, n = coded
-    return torch.zeros(n, device=values.device).scatter_(0, kept, values)
+    selected, values, n = coded
+    return torch.zeros(n, device=values.device).scatter_(0, selected, values)
 
 
 def topk_feedback(g: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -171,14 +171,14 @@ def topk_feedback(g: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, int]:
 def randomk(g: Tensor, ratio: float = 0.01) -> tuple[Tensor, Tensor, int]:
     flat = g.view(-1)
     count = max(1, int(flat.numel() * ratio))
-    kept = torch.randperm(flat.numel(), device=g.device)[:count]
-    return kept, flat[kept] / ratio, flat.numel()
+    selected = torch.randperm(flat.numel(), device=g.device)[:count]
+    return selected, flat[selected] / ratio, flat.numel()
 
 
 def fft(g: Tensor, ratio: float = 0.1) -> tuple[Tensor, Tensor, int]:
     spectrum = torch.fft.rfft(g.view(-1))
-    _, kept = torch.topk(spectrum.abs(), max(1, int(spectrum.numel() * ratio)), sorted=False)
-    return kept, spectrum[kept], g.numel()
+    _, selected = torch.topk(spectrum.abs(), max(1, int(spectrum.numel() * ratio)), sorted=False)
+    return selected, spectrum[selected], g.numel()
 
 
 def natural(g: Tensor) -> Pair:

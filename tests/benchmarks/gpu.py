@@ -172,9 +172,9 @@ class Run:
                     with ops.using("reference"):
                         want = kernel_cases.returned(call, torch.device("cpu"))
                     with ops.using(self.kind):
-                        got = kernel_cases.returned(call, torch.device(self.device))
+                        actual = kernel_cases.returned(call, torch.device(self.device))
                     calls[call.op] = calls.get(call.op, 0) + 1
-                    wrong[call.op] = wrong.get(call.op, 0) + (got != want)
+                    wrong[call.op] = wrong.get(call.op, 0) + (actual != want)
         return [Tried(op=op, calls=calls[op], wrong=wrong[op]) for op in sorted(calls)]
 
     def train(self, steps: int) -> Trained | None:
@@ -263,21 +263,21 @@ class Run:
 
 def slower_ones(timings: list[Timing]) -> list[Slower]:
     """Return the parts of methods whose kernels are slower than the fastest torch."""
-    found = []
-    for own in timings:
-        others = [row for row in timings if row.op == own.op and row.backend != KERNELS]
-        if own.backend == KERNELS and others:
+    result = []
+    for timing in timings:
+        others = [row for row in timings if row.op == timing.op and row.backend != KERNELS]
+        if timing.backend == KERNELS and others:
             best = min(others, key=lambda row: row.seconds)
-            if best.seconds < own.seconds:
-                found.append(
+            if best.seconds < timing.seconds:
+                result.append(
                     Slower(
-                        op=own.op,
-                        seconds=own.seconds,
+                        op=timing.op,
+                        seconds=timing.seconds,
                         faster=best.backend,
                         faster_seconds=best.seconds,
                     )
                 )
-    return found
+    return result
 
 
 def table(report: Report) -> str:
@@ -332,24 +332,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=7.5, help="after which rows are left out")
     parser.add_argument("--steps", type=int, default=200, help="steps of the training")
     parser.add_argument("--compiler", default="inductor", help="torch.compile's backend")
-    given = parser.parse_args(arguments)
-    kind = torch.device(given.device).type
+    options = parser.parse_args(arguments)
+    kind = torch.device(options.device).type
     usable, detail = cuda.status() if kind == "cuda" else native.status()
     if not usable:
         print(f"make gpu: no {kind} kernels can run here: {detail}", file=sys.stderr)
         return NO_GPU
     started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    run = Run(given.device, given.size, given.minutes)
+    run = Run(options.device, options.size, options.minutes)
     built, tried = list(run.build()), run.try_bytes()
-    trained = run.train(given.steps)
-    timings = list(run.timings([name for name in given.methods.split(",") if name], given.compiler))
+    trained = run.train(options.steps)
+    timings = list(
+        run.timings([name for name in options.methods.split(",") if name], options.compiler)
+    )
     report = Report(
-        device=given.device,
+        device=options.device,
         machine=configuration.machine(),
         versions=configuration.versions(),
         started=started,
         seconds=time.monotonic() - run.began,
-        elements=Gradient(SIZES[given.size]).n,
+        elements=Gradient(SIZES[options.size]).n,
         built=built,
         tried=tried,
         trained=trained,
@@ -357,10 +359,10 @@ def main(arguments: list[str] | None = None) -> int:
         slower=slower_ones(timings),
         left_out=run.left_out,
     )
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "gpu.json").write_text(report.model_dump_json(indent=2) + "\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gpu.json").write_text(report.model_dump_json(indent=2) + "\n")
     text = table(report)
-    (given.out / "gpu.md").write_text(text + "\n")
+    (options.out / "gpu.md").write_text(text + "\n")
     print(text)
     return WRONG if any(one.wrong for one in tried) else 0
 

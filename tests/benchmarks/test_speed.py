@@ -184,19 +184,19 @@ def _clocked() -> Iterator[list[float]]:
 def _around(call: Callable[[], Any], copy: Callable[[], None]) -> float:
     """Return the median of the seconds that a call spends outside of C functions.
 
-    Those that the clocks take of a C function that does nothing are no part of it.
+    The clock's share of a C function that does nothing is subtracted.
     """
     with _clocked() as inside:
 
         def outside(call: Callable[[], Any]) -> float:
-            found = []
+            matches = []
             for _ in range(ROUNDS):
                 copy()
                 inside.clear()
                 began = time.perf_counter()
                 call()
-                found.append(time.perf_counter() - began - sum(inside))
-            return statistics.median(found)
+                matches.append(time.perf_counter() - began - sum(inside))
+            return statistics.median(matches)
 
         nothing = native.library.functions["gc_draws24"].call
         return outside(call) - outside(partial(nothing, 0, 0, 0, 0, 0, None, 1))

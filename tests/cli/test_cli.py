@@ -192,11 +192,11 @@ def test_listings():
 
 
 def test_info_tells_what_can_run_here():
-    told = invoke("info", "--json").json
-    assert told["versions"]["torch"] == torch.__version__
-    assert told["engines"]["spawn (gloo)"] == "available"
+    document = invoke("info", "--json").json
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["engines"]["spawn (gloo)"] == "available"
     usable = torch.distributed.is_nccl_available() and torch.cuda.is_available()
-    assert (told["engines"]["spawn (nccl)"] == "available") == usable
+    assert (document["engines"]["spawn (nccl)"] == "available") == usable
 
 
 # -- bad input -------------------------------------------------------------------------------------
@@ -251,9 +251,9 @@ def test_a_gradient_that_explodes(run, tmp_path):
     absurd = ("--lr", 1e30, "--compressor", "none")
     refused(run(*absurd), 1, "non-finite gradient in layer x of worker 0 at step", "Lower --lr")
     (folder,) = tmp_path.iterdir()
-    told = json.loads((folder / "summary.json").read_text())
-    assert told["failed"]["step"] == 2
-    assert told["test_loss"] is None
+    document = json.loads((folder / "summary.json").read_text())
+    assert document["failed"]["step"] == 2
+    assert document["test_loss"] is None
     refused(run(*absurd), 1, "at step 2", "--force runs it again")
     summary = run(*absurd, "--on-nonfinite", "skip", "--json").json
     assert 0 < summary["skipped_steps"] < 12
@@ -282,19 +282,19 @@ def test_a_run_from_python_looks_where_the_environment_says(tmp_path, monkeypatc
     """`data_dir` counts more than GCBENCH_DATA, whose missing data set is named."""
     monkeypatch.setenv("GCBENCH_DATA", str(tmp_path / "named"))
     asked = {"task": "mnist", "steps": 2, "results": tmp_path / "runs"}
-    for place, given in (("named", {}), ("given", {"data_dir": tmp_path / "given"})):
+    for place, arguments in (("named", {}), ("given", {"data_dir": tmp_path / "given"})):
         (tmp_path / place).mkdir()
         with pytest.raises(GcbenchError, match=str(tmp_path / place)):
-            run_from_python(**asked, **given)
+            run_from_python(**asked, **arguments)
 
 
 def test_where_a_data_set_lies(tmp_path):
     asked = ("data", "path", "mnist", "--data-dir", tmp_path)
     assert invoke(*asked).out == f"{tmp_path / 'mnist'}\n"
-    told = {"name": "mnist", "folder": str(tmp_path / "mnist"), "found": False}
-    assert invoke(*asked, "--json").json == told
+    document = {"name": "mnist", "folder": str(tmp_path / "mnist"), "found": False}
+    assert invoke(*asked, "--json").json == document
     (tmp_path / "mnist").mkdir()
-    assert invoke(*asked, "--json").json == told | {"found": True}
+    assert invoke(*asked, "--json").json == document | {"found": True}
 
 
 def test_a_data_set_that_is_none(tmp_path):
@@ -465,9 +465,9 @@ def test_verify_answers_in_25_lines(capsys):
 
 def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     name, checks = "bf16", ("buffers", "unbiased")
-    found = SimpleNamespace(holds=True, measured=1, bound=1, note="")
-    known = {check: lambda method: found for check in checks}
-    monkeypatch.setattr(properties, "CHECKS", known)
+    result = SimpleNamespace(holds=True, measured=1, bound=1, note="")
+    choices = {check: lambda method: result for check in checks}
+    monkeypatch.setattr(properties, "CHECKS", choices)
     texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")
@@ -480,8 +480,10 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
         for i, t in enumerate(texts)
     ]
     assert plain.err.splitlines() == [*shown, *quiet.err.splitlines()]
-    told = [invoke(*words, "--json", "--progress", how).json for how in ("none", "plain", "bar")]
-    assert told[0] == told[1] == told[2]
+    document = [
+        invoke(*words, "--json", "--progress", how).json for how in ("none", "plain", "bar")
+    ]
+    assert document[0] == document[1] == document[2]
 
 
 def test_verify_refuses_what_it_cannot_check():
@@ -520,8 +522,8 @@ def test_compare_shows_the_files_that_it_reads_if_that_takes_long(tmp_path, monk
     monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.0)
     shown = invoke("compare", tmp_path, "--progress", "plain")
     assert shown.out == silent.out
-    told = [line.split("  ") for line in shown.err.splitlines() if line.startswith("compare")]
-    assert [line[:3] for line in told] == [
+    document = [line.split("  ") for line in shown.err.splitlines() if line.startswith("compare")]
+    assert [line[:3] for line in document] == [
         ["compare", f"{i}/2", f"reading {name}"] for i, name in enumerate(folders)
     ]
     quiet = invoke("compare", tmp_path, "--progress", "none")
@@ -631,8 +633,8 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     from gcbench.studies import methods
 
     assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
-    for made in (get_compressor(str(mine), most=1.0), stages(str(mine), {"most": 1.0})[0]):
-        assert repr(made) == "Halves(most=1.0)"
+    for created in (get_compressor(str(mine), most=1.0), stages(str(mine), {"most": 1.0})[0]):
+        assert repr(created) == "Halves(most=1.0)"
 
 
 def test_rows_of_a_file_serve_in_another_folder(mine, forget, tmp_path, monkeypatch):
@@ -640,17 +642,17 @@ def test_rows_of_a_file_serve_in_another_folder(mine, forget, tmp_path, monkeypa
     words = ["run", "--compressor", "./mine.py", "--steps", 3, "--workers", 2]
     words += ["--progress", "none", "--rows", "rows.parquet"]
     monkeypatch.chdir(tmp_path)
-    made = invoke(*words, "--json").json["provenance"]
-    assert "--compressor ./mine.py " in made["command"]
-    assert made["plugins"]["compressor"]["distribution"] == "file mine.py"
-    assert str(tmp_path) not in json.dumps(made)
+    created = invoke(*words, "--json").json["provenance"]
+    assert "--compressor ./mine.py " in created["command"]
+    assert created["plugins"]["compressor"]["distribution"] == "file mine.py"
+    assert str(tmp_path) not in json.dumps(created)
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("mine.py", "rows.parquet"):
         (tmp_path / name).rename(elsewhere / name)
     monkeypatch.chdir(elsewhere)
-    for change, code, said in (
+    for change, code, message in (
         ("", 0, "its row is in rows.parquet, skipped"),
         ("# mended", 1, "was made with another compressor: file mine.py (source "),
     ):
@@ -659,7 +661,7 @@ def test_rows_of_a_file_serve_in_another_folder(mine, forget, tmp_path, monkeypa
         forget()
         done = invoke(*words)
         assert done.code == code
-        assert said in done.err
+        assert message in done.err
 
 
 def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
@@ -681,18 +683,18 @@ def test_settings_tell_a_changed_method_from_the_one_before(mine, forget):
     from gcbench.profile.bandwidth import settings
     from gcbench.studies import methods
 
-    def made() -> dict[str, str]:
-        given = dict.fromkeys(("collectives", "plain", "engine", "threads"))
+    def created() -> dict[str, str]:
+        arguments = dict.fromkeys(("collectives", "plain", "engine", "threads"))
         words = f"topk,{mine}:most=2.0"
-        return settings.make(compressors=words, sizes=(4096,), workers=2, **given).sources
+        return settings.make(compressors=words, sizes=(4096,), workers=2, **arguments).sources
 
-    before = made()
+    before = created()
     assert before == methods.sources(methods.all_of(f"topk,{mine}:most=2.0"))
     source = Path(sys.modules["gcbench.compressors.topk"].__file__).read_bytes()
     assert before["topk"] == hashlib.sha256(source).hexdigest()[:10]
     mine.write_text(MINE.replace("self.most)", "self.most / 2)"))
     forget()
-    after = made()
+    after = created()
     assert after["topk"] == before["topk"]
     assert after[f"{mine}:most=2.0"] != before[f"{mine}:most=2.0"]
 
@@ -708,7 +710,7 @@ def test_files_that_are_no_compressor(mine, tmp_path):
     renamed.write_text(MINE.replace("    most:", '    name = "int8"\n    most:'))
     strange = tmp_path / "a b.py"
     strange.write_text(MINE)
-    for path, code, said in [
+    for path, code, message in [
         (tmp_path / "gone.py", 2, "no such file"),
         (taken, 2, "the name 'topk' is taken by built-in; rename the file"),
         (strange, 2, "letters, digits, _ and -"),
@@ -716,20 +718,20 @@ def test_files_that_are_no_compressor(mine, tmp_path):
         (renamed, 1, "its class Halves sets name = 'int8'"),
         (broken, 1, "cannot be loaded: ZeroDivisionError"),
     ]:
-        refused(invoke("run", "--compressor", path, "--steps", 1), code, said)
+        refused(invoke("run", "--compressor", path, "--steps", 1), code, message)
 
 
 def test_a_compressor_brings_its_fields(tmp_path):
     from gcbench.training import grid
 
-    found = grid.expand(
+    result = grid.expand(
         {
             **{"options": {}, "task_options": {}, "memory_options": {}},
             "compressor": ["topk:ratio=0.05", "topk:ratio=0:0.25/100:0.01", "none"],
         },
         None,
     )
-    assert [config.options for config in found] == [
+    assert [config.options for config in result] == [
         {"ratio": 0.05},
         {"ratio": {0: 0.25, 100: 0.01}},
         {},
@@ -773,9 +775,9 @@ def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):
     for step in range(1, 13):
         shown.step(step)
         seconds[0] += 2.0
-    told = [line for line in capsys.readouterr().err.splitlines() if "of the grid" in line]
-    assert len(told) == 1
-    assert "about 0:00:16 left of this run, 0:00:36 of the grid (10 steps after it)" in told[0]
+    document = [line for line in capsys.readouterr().err.splitlines() if "of the grid" in line]
+    assert len(document) == 1
+    assert "about 0:00:16 left of this run, 0:00:36 of the grid (10 steps after it)" in document[0]
     assert isinstance(progress.observer("plain", "alone", 12), progress.Plain)
     monkeypatch.undo()
     done = run("--compressor", "none,terngrad", "--steps", 7)
@@ -791,10 +793,10 @@ def test_progress_ends_at_its_end(monkeypatch, capsys):
     plain.step(3, "a")
     plain.step(12, "b")
     plain.record({"kind": "train", "step": 13, "train_loss": 1.0})
-    said = capsys.readouterr().err
-    assert "3/10" in said
-    assert said.count("10/10") == 2
-    assert "-1 day" not in said
+    message = capsys.readouterr().err
+    assert "3/10" in message
+    assert message.count("10/10") == 2
+    assert "-1 day" not in message
     bar = progress.Bar("x", 10)
     bar.step(12)
     assert bar.bar.tasks[0].completed == 10

@@ -172,13 +172,13 @@ def test_a_wrong_type_is_named_and_other_rows_are_kept(
 ) -> None:
     if column == "suite" and ending == "json":
         pytest.skip("rows of JSON have no suite")
-    made = [rows.row(one, [], "") for one in (*BASE, summary("x", 0, 0.8))]
-    made[1] = {**made[1], column: WRONG[column]}
+    result = [rows.row(one, [], "") for one in (*BASE, summary("x", 0, 0.8))]
+    result[1] = {**result[1], column: WRONG[column]}
     path = tmp_path / f"rows.{ending}"
     if ending == "parquet":
-        rows.write(path, made)
+        rows.write(path, result)
     else:
-        path.write_text(json.dumps(made))
+        path.write_text(json.dumps(result))
     done = invoke("compare", path, "--json")
     assert done.code == 1
     assert f"{path}, row 2" in done.err
@@ -212,11 +212,11 @@ def test_a_column_of_nested_values_that_is_no_json(tmp_path: Path) -> None:
 
 def test_a_row_is_not_lost_where_its_types_differ_from_the_others(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    made = [{"config_hash": "a", "x": 1}, {"config_hash": "b", "x": "text"}]
-    made += [{"config_hash": "c", "x": 1.5}, {"config_hash": "d", "x": 2**70}]
-    for one in made:
+    result = [{"config_hash": "a", "x": 1}, {"config_hash": "b", "x": "text"}]
+    result += [{"config_hash": "c", "x": 1.5}, {"config_hash": "d", "x": 2**70}]
+    for one in result:
         rows.add(path, one)
-    assert rows.read(path) == made
+    assert rows.read(path) == result
 
 
 # --- Ctrl-C

@@ -36,7 +36,7 @@ def installed(tmp_path, third_party):
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1.0\n")
     points = "\n".join(
-        f"{name} = wrong_methods:{wrong.made.__name__}" for name, wrong in WRONG.items()
+        f"{name} = wrong_methods:{wrong.method.__name__}" for name, wrong in WRONG.items()
     )
     points += "\ntwoshotlevels = wrong_methods:TwoShotLevels\ndither = wrong_methods:Dither"
     (info / "entry_points.txt").write_text(f"[gcbench.compressors]\n{points}\n")
@@ -67,7 +67,7 @@ def test_a_wrong_method_is_caught(name: str, installed, small, tmp_path) -> None
     wrong = WRONG[name]
     code, fails = failed(name + wrong.options, wrong, tmp_path / "r")
     assert code == 1
-    assert set(wrong.caught) <= fails, f"{wrong.made.__name__}: caught by {fails}"
+    assert set(wrong.caught) <= fails, f"{wrong.method.__name__}: caught by {fails}"
 
 
 def test_every_theorem_check_catches_something() -> None:

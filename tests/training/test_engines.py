@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -351,6 +353,27 @@ def test_processes_survive_a_kill_and_ctrl_c_and_none_is_left(tmp_path):
     assert last.json["params_sha256"] == expected["params_sha256"]
     assert last.json["wire_bytes"] == expected["wire_bytes"]
     assert steps_of(parts) == list(range(1, 201))
+
+
+NESTED = """
+import signal
+import sys
+
+from gcbench.training import engines
+
+with engines._stop_on_signals(managed=True) as asked:
+    handler = signal.getsignal(signal.SIGTERM)
+    sys.setprofile(lambda frame, event, arg: handler(signal.SIGTERM, None))
+    handler(signal.SIGTERM, None)
+    sys.setprofile(None)
+    assert asked()
+"""
+
+
+def test_a_signal_may_interrupt_the_handler_of_another():
+    """A second signal arrives at each call and return of the first one's handler."""
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
