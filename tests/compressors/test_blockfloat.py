@@ -121,6 +121,18 @@ def test_two_scales_of_nvfp4():
     assert packing.unpack(words, 4, 32)[[0, 16]].tolist() == [7, 15]
 
 
+def test_the_least_scale_of_nvfp4():
+    """A block far below its tensor's largest, or of zeros, has the scale 2^-9, and never 0."""
+    x = torch.zeros(48)
+    x[0], x[16] = 1e6, 1e-9
+    method = gcbench.get_compressor("nvfp4")
+    ctx = context(method, 48)
+    words, scales, tops = codec.encode(method, x, ctx).parts
+    assert scales.tolist() == [126, 1, 1]
+    with pytest.raises(PayloadError, match="nvfp4"):
+        codec.decode(method, Payload((words, scales * scales.new_tensor([1, 1, 0]), tops)), ctx)
+
+
 @pytest.mark.parametrize(
     ("name", "number", "index", "value"),
     [

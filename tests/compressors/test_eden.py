@@ -143,6 +143,35 @@ def test_payloads_that_no_encoder_sends_are_refused(number, index, value):
         codec.decode(method, Payload(tuple(parts)), ctx)
 
 
+@pytest.mark.parametrize("rotations", [1, 2])
+def test_the_rotation_by_its_definition(rotations):
+    """H D_R ... H D_1 x in float64, with the bits of each element's draw as signs."""
+    n, offset = 256, 5
+    address = torch.tensor([7, 1, offset, 0], dtype=torch.int32)
+    draws = gcbench.ops.random.draws24(Key(1 << 24 | 7, 0, 0, offset), n)
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    x = normal(n, 3)
+    expected = x.double()
+    for j in range(rotations):
+        signs = 1 - 2 * (draws >> j & 1).double()
+        expected = h @ (signs * expected) / math.sqrt(n)
+    segments = Segments.of([(n,)], n)
+    rotated = eden.rotate(x, address, rotations, segments)
+    torch.testing.assert_close(rotated.double(), expected, rtol=1e-5, atol=1e-5)
+    undone = eden.rotate(rotated, address, rotations, segments, inverse=True)
+    torch.testing.assert_close(undone, x, rtol=1e-5, atol=1e-5)
+
+
+def test_a_block_below_the_smallest_scale_is_sent_as_zeros():
+    x = torch.cat([normal(1024) * 2.0**-104, normal(1024)])
+    method = gcbench.get_compressor("eden")
+    packed = method.compress(x)
+    assert float(packed.payload.parts[1][0]) == 0
+    assert not method.decompress(packed)[:1024].any()
+
+
 def test_a_block_of_zeros_is_exact_beside_one_that_is_not():
     x = torch.cat([torch.zeros(1024), normal(1024)])
     method = gcbench.get_compressor("eden")

@@ -73,6 +73,9 @@ def test_payloads_that_no_encoder_sends_are_refused():
         "three parts": (fractions, words, tops),
         "infinite": (fractions, words, tops + 127, escaped),
     }
+    (two, codes, largest, none), short, _ = parts_of(torch.tensor([1.0, 4.0]), 4)
+    with pytest.raises(PayloadError, match="lossless"):  # codes 2 and 0 of the exponent 0
+        codec.decode(method, Payload((two, codes, torch.zeros_like(largest), none)), short)
     for bad in wrong.values():
         with pytest.raises(PayloadError, match="lossless"):
             codec.decode(method, Payload(tuple(bad)), ctx)

@@ -108,9 +108,11 @@ def test_random_numbers_follow_from_the_key_alone():
     first = codec.encode(method, x, context((1000,)))
     state = torch.random.get_rng_state()
     again = codec.encode(method, x, context((1000,)))
-    other = codec.encode(method, x, context((1000,), step=1))
     assert torch.equal(first.parts[0], again.parts[0])
-    assert not torch.equal(first.parts[0], other.parts[0])
+    keys = [Key(1, step, rank, stream=n) for step in range(12) for rank in range(8) for n in (0, 1)]
+    contexts = (context((1000,))._replace(key=key) for key in keys)
+    sent = {bytes(codec.encode(method, x, ctx).parts[0].numpy()) for ctx in contexts}
+    assert len(sent) == len(keys)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
