@@ -4,7 +4,8 @@ python results/findings.py [--readme]
 
 A value of claims.yaml is either a row of a suite (`suite`, `where`), with its difference from fp32,
 or, with `minus`, from another row; or a cell of an analysis' table (`file`, `table`, `columns`).
-Square brackets are 95 % intervals, by the rules of `gcbench compare`.
+Square brackets are 95 % intervals, by the rules of `gcbench compare`. A measurement without an
+interval decides no claim; what is counted or computed, such as bytes, is `exact`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Measured(NamedTuple):
     n: int = 1
     digits: int | None = None
     """Decimals to print; None: three significant digits."""
+    exact: bool = False
+    """Whether the value is counted or computed, and so has no interval."""
 
     def __str__(self) -> str:
         """Return the value, and its limits where it has any: -1.48 [-2.00, -0.96]."""
@@ -53,17 +56,14 @@ class Measured(NamedTuple):
         return f"{value:.3g}" if self.digits is None else f"{value:.{self.digits}f}"
 
 
-class MissingError(UsageError):
-    """No row is what a value of claims.yaml selects."""
-
-
 def verdict(measured: Measured, at_least: float = -math.inf, at_most: float = math.inf) -> str:
     """Return the verdict on a claim that is true from `at_least` to `at_most`, both included.
 
-    A value without limits is exact, such as a number of bytes.
+    A measurement without limits, of a single seed, decides nothing.
     """
-    exact = math.isnan(measured.low)
-    low, high = (measured.value, measured.value) if exact else (measured.low, measured.high)
+    low, high = measured.low, measured.high
+    if measured.exact:
+        low = high = measured.value
     if low >= at_least and high <= at_most:
         return HOLDS
     return FAILS if high < at_least or low > at_most else OPEN
@@ -98,14 +98,14 @@ def select(
     """Return the rows whose settings are those of `where`.
 
     Raises:
-        MissingError: there is none.
+        UsageError: there is none.
     """
     result = list(rows)
     for key, wanted in where.items():
         if key != "seed":
             result = [row for row in result if _setting(row, key) == text(wanted)]
     if not result:
-        raise MissingError(f"no row has all of {text(dict(where))}")
+        raise UsageError(f"no row has all of {text(dict(where))}")
     return result
 
 
@@ -138,8 +138,7 @@ def of_row(spec: Mapping[str, Any]) -> Measured:
     """Return the value of a row of a suite: points of accuracy, nats of loss, or a ratio.
 
     Raises:
-        MissingError: no row is what `where` selects.
-        UsageError: several rows are.
+        UsageError: no row is what `where` selects, or several are.
     """
     rows = _rows(spec["suite"], spec.get("trials", False))
     result = select(rows, spec["where"])
@@ -149,7 +148,9 @@ def of_row(spec: Mapping[str, Any]) -> Measured:
     percent = result[0].metric == "accuracy"
     scale, digits = (100.0, 2) if percent else (1.0, 3)
     if spec.get("several") == "worst":
-        worst = [_difference(row, None, scale, digits) for row in result if row.difference]
+        worst = [
+            _difference(row, None, scale, digits) for row in result if row.difference is not None
+        ]
         return min(worst, key=lambda one: one.low if percent else -one.high)
     if len(result) > 1:
         names = "; ".join(row.method for row in result)
@@ -159,9 +160,9 @@ def of_row(spec: Mapping[str, Any]) -> Measured:
         case "difference":
             return _difference(row, other, scale, digits)
         case "ratio_up":
-            return Measured(row.payload_ratio_up or math.nan, n=row.n)
+            return Measured(row.payload_ratio_up or math.nan, n=row.n, exact=True)
         case "ratio_down":
-            return Measured(row.payload_ratio_down or math.nan, n=row.n)
+            return Measured(row.payload_ratio_down or math.nan, n=row.n, exact=True)
         case "mean":
             wanted = spec["where"].get("seed")
             values = [v for seed, v in row.values.items() if wanted in (None, seed)]
@@ -187,7 +188,8 @@ def of_table(spec: Mapping[str, Any]) -> Measured:
         rows = exact or [row for row in rows if words in str(row[key])]
     if len(rows) != 1:
         raise UsageError(f"{spec['file']}: {spec['where']} selects {len(rows)} rows, not 1")
-    return Measured(*(rows[0][column] for column in spec["columns"]))
+    cells = (rows[0][column] for column in spec["columns"])
+    return Measured(*cells)._replace(exact=spec.get("exact", False))
 
 
 def value(spec: Mapping[str, Any]) -> Measured:
@@ -204,14 +206,9 @@ def finding(entry: Mapping[str, Any]) -> str:
     return " ".join(str(entry["text"]).format(**values).split())
 
 
-def judged(entry: Mapping[str, Any]) -> str | None:
-    """Return the table row of a claim, with its verdict; None where its rows are awaited."""
-    try:
-        measured = value(entry["value"])
-    except UsageError:
-        if "awaits" in entry:
-            return None
-        raise
+def judged(entry: Mapping[str, Any]) -> str:
+    """Return the table row of a claim, with its verdict."""
+    measured = value(entry["value"])
     count = f", n = {measured.n}" if measured.n > 1 else ""
     here = f"{measured} {entry['unit']}{count}"
     says = f"**{verdict(measured, **entry['holds_if'])}** {entry['at']}"
@@ -226,14 +223,10 @@ def _wrapped(sentence: str, mark: str) -> str:
 
 
 def page(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the findings, the table of claims, and what is not measured yet."""
+    """Yield the findings and the table of claims."""
     yield from (_wrapped(finding(entry), "* ") for entry in document["findings"])
     yield "\n| source | claim, in our words | here | verdict |\n| :- | :- | :- | :- |"
-    rows = [(judged(entry), entry) for entry in document["claims"]]
-    yield from (row for row, _ in rows if row is not None)
-    for entry in (entry for row, entry in rows if row is None):
-        sentence = f"Not measured yet: {entry['claim']} ({entry['source']}). `{entry['awaits']}`"
-        yield "\n" + _wrapped(sentence, "")
+    yield from map(judged, document["claims"])
 
 
 def main() -> None:

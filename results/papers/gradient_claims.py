@@ -28,12 +28,14 @@ from gcbench.core import codec, purposes, registry
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
+from gcbench.core.values import finite
 from gcbench.profile.histogram.picture import empty
 from gcbench.profile.histogram.reconstruction import ALL, Gradients, Sums, agreed, averages
 from gcbench.profile.histogram.tables import frame_of
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Table, shown
 from gcbench.report.rendering import records
+from gcbench.stats.confidence import interval
 from gcbench.training.captures import Layer
 
 if TYPE_CHECKING:
@@ -452,8 +454,22 @@ def _large_layers(rows: Sequence[Row]) -> list[Row]:
 
 
 def _claim(
-    claim: str, source: str, published: str, normal: float | None, values: Sequence[float]
+    claim: str,
+    source: str,
+    published: str,
+    normal: float | None,
+    rows: Sequence[Row],
+    values: Sequence[float],
 ) -> Row:
+    """Return the row of a claim; `values`: one for each of `rows`, which have seeds.
+
+    `seed_low` and `seed_high` are the 95 % limits of the mean over `seeds` independent trainings,
+    infinite for one; `low` and `high` are the extremes of all values.
+    """
+    runs: dict[object, list[float]] = {}
+    for row, value in zip(rows, values, strict=True):
+        runs.setdefault(row["seed"], []).append(value)
+    over = interval([statistics.fmean(run) for run in runs.values()], "seeds")
     return {
         "claim": claim,
         "source": source,
@@ -463,6 +479,9 @@ def _claim(
         "low": min(values),
         "high": max(values),
         "n": len(values),
+        "seed_low": finite(over.low),
+        "seed_high": finite(over.high),
+        "seeds": over.n,
     }
 
 
@@ -473,13 +492,14 @@ def _range_text(row: Row) -> str:
 def _clipped(
     rows: Rows, field: str, bounds: tuple[float, float], scale: float, what: str, unit: str
 ) -> Row | None:
-    values = [scale * value for value in _values(_large_layers(rows["clipping"]), field)]
+    large = [row for row in _large_layers(rows["clipping"]) if row.get(field) is not None]
+    values = [scale * value for value in _values(large, field)]
     if not values:
         return None
     low, high = bounds
     normal = scale * getattr(gaussian_clipping(CLIP), field)
     claim = f"{what} by clipping at {CLIP} sigma, {unit} (TernGrad, 3.3)"
-    row = _claim(claim, "Wen et al. 2017, 3.3", f"{low:g} to {high:g}", normal, values)
+    row = _claim(claim, "Wen et al. 2017, 3.3", f"{low:g} to {high:g}", normal, large, values)
     row["inside"] = sum(low <= value <= high for value in values)
     row["text"] = (
         f"Clipping at {CLIP} sigma: {what} {_range_text(row)} {unit} over {len(values)} layers and "
@@ -498,7 +518,11 @@ def _angle(rows: Rows) -> Row | None:
 
 
 def _zeros(rows: Rows) -> Row | None:
-    large = [row for row in _large_layers(rows["clipping"]) if row["kind"] == "fully connected"]
+    large = [
+        row
+        for row in _large_layers(rows["clipping"])
+        if row["kind"] == "fully connected" and row.get("zeros_sent") is not None
+    ]
     values = [100 * value for value in _values(large, "zeros_sent")]
     if not values:
         return None
@@ -506,7 +530,7 @@ def _zeros(rows: Rows) -> Row | None:
     normal = 100 * gaussian_clipping(CLIP).zeros
     claim = "zeros in codes of fully connected layers, % (TernGrad, fig. 4c: AlexNet's fc6)"
     published = f"{100 * ZEROS:.2f}"
-    row = _claim(claim, "Wen et al. 2017, fig. 4c", published, normal, values)
+    row = _claim(claim, "Wen et al. 2017, fig. 4c", published, normal, large, values)
     row["inside"] = None
     row["text"] = (
         f"TernGrad's codes of fully connected layers: {_range_text(row)} % zeros over "
@@ -532,7 +556,7 @@ def _better(rows: Rows) -> Row | None:
     ]
     normal = None if None in lost else 100 * (lost[1] - lost[0])  # type: ignore[operator]
     claim = f"energy kept by FFT beyond top-k's, {100 * share:g} % kept, points (Wang et al.)"
-    row = _claim(claim, "Wang et al. 2020", "above 0", normal, values)
+    row = _claim(claim, "Wang et al. 2020", "above 0", normal, measured_rows, values)
     won, n = wins(alike)
     bits, m = wins([r for r in whole if r["kept"] == share and r["rival"] == RIVALS[1]])
     row["inside"] = won

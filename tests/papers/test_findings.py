@@ -32,8 +32,7 @@ def findings():
         (1.0, 0.4, 1.5, {"at_most": 1.5}, "holds"),
         (1.0, 0.4, 1.5, {"at_most": 0.3}, "does not hold"),
         (1.0, 0.4, 1.5, {"at_least": 0, "at_most": 1.4}, "cannot tell"),
-        (16.0, math.nan, math.nan, {"at_least": 21.3}, "does not hold"),
-        (1.13, math.nan, math.nan, {"at_least": 1, "at_most": 1.5}, "holds"),
+        (16.0, math.nan, math.nan, {"at_least": 21.3}, "cannot tell"),
     ],
 )
 def test_verdict(findings, value, low, high, region, expected):
@@ -61,15 +60,29 @@ def test_a_value_that_selects_another_number_of_rows_is_refused(
         findings.value(spec)
 
 
-def test_rows_that_are_missing_are_an_error_unless_they_are_awaited(
-    findings, tmp_path, monkeypatch
+@pytest.mark.parametrize(("exact", "expected"), [(True, "does not hold"), (False, "cannot tell")])
+def test_a_value_without_limits_decides_only_if_it_is_exact(
+    findings, tmp_path, monkeypatch, exact, expected
 ):
     monkeypatch.setattr(findings, "RESULTS", tmp_path)
-    entry = {"source": "a", "claim": "b", "at": "c", "unit": "d", "holds_if": {}}
-    entry["value"] = table(tmp_path, [])
-    with pytest.raises(UsageError):
-        findings.judged(entry)
-    assert findings.judged(entry | {"awaits": "gcbench run"}) is None
+    spec = table(tmp_path, [{"method": "fft", "value": 16.0}]) | {"exact": exact}
+    entry = {"source": "a", "claim": "b", "at": "c", "unit": "d", "value": spec}
+    assert f"**{expected}**" in findings.judged(entry | {"holds_if": {"at_least": 21.3}})
+
+
+def test_the_worst_of_several_rows_may_be_one_without_a_difference(findings, monkeypatch):
+    """The baseline itself has no difference and is left out; one of exactly 0 is not."""
+    limits = {"difference_low": -1.0, "difference_high": 1.0, "pairs": 3, "metric": "accuracy"}
+    rows = [
+        SimpleNamespace(method="none", difference=None, **limits),
+        SimpleNamespace(method="a", difference=0.0, **limits),
+        SimpleNamespace(method="b", difference=0.5, **limits | {"difference_low": 0.4}),
+    ]
+    monkeypatch.setattr(findings, "_rows", lambda suite, trials: rows)
+    spec = {"suite": "s", "where": {}, "several": "worst"}
+    assert findings.of_row(spec).value == 0.0
+    with pytest.raises(UsageError, match="3 rows"):
+        findings.of_row(spec | {"several": None})
 
 
 def test_a_paired_difference_has_the_interval_of_its_seeds(findings):
