@@ -56,14 +56,14 @@ def test_heavy_tails_break_the_claim() -> None:
     (row,) = claims.clipping(Gradients(layers, [laplace]), 2.5)
     assert row["length_change"] == pytest.approx(-0.069, abs=0.003)
     assert row["angle"] == pytest.approx(9.3, abs=0.4)
-    table, _ = claims.judge({"clipping": [row], "spectra": []})
+    table, _ = claims.judge({"clipping": [{**row, "seed": 0}], "spectra": []})
     assert [result["inside"] for result in table.rows] == [0, 0, None]
     assert table.rows[0]["mean"] == pytest.approx(-100 * float(row["length_change"]))
 
 
 def test_the_claim_holds_for_normal_values() -> None:
     layers = (Layer("w", "fully connected", (512, 512)), Layer("b", "bias", (4096,)))
-    rows = claims.clipping(normal(1, layers), 2.5)
+    rows = [{**row, "seed": 0} for row in claims.clipping(normal(1, layers), 2.5)]
     table, _ = claims.judge({"clipping": rows, "spectra": []})
     assert [(result["inside"], result["n"]) for result in table.rows] == [(1, 1), (1, 1), (None, 1)]
 
@@ -113,7 +113,7 @@ def test_one_choice_for_the_model_starves_small_layers() -> None:
 def test_wins_and_medians_are_counted() -> None:
     def row(kind: str, scales: str, fft: float | None, topk: float | None) -> dict:
         energy = {"energy_fft": fft, "energy_topk": topk, "neighbours": 0.5, "kept_topk": 0.15}
-        named = {"kind": kind, "scales": scales, "kept": 0.15, "rival": "equal share"}
+        named = {"seed": 0, "kind": kind, "scales": scales, "kept": 0.15, "rival": "equal share"}
         return {**named, **energy, "bits_fft": 2.0, "bits_topk": 2.2}
 
     mine = [row("bias", "tensor", *pair) for pair in [(0.5, 0.4), (0.2, 0.4), (None, None)]]
