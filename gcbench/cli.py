@@ -44,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"max_content_width": 100},
-    help="Compare gradient compressors: bytes counted as they are sent, accuracy from training.",
+    help="Compare gradient compressors: bytes as sent, accuracy from training.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
 app.add_typer(data_app, name="data")
@@ -194,7 +194,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
-    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     if debug:
         os.environ["GCBENCH_DEBUG"] = "1"

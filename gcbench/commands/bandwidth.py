@@ -114,7 +114,7 @@ def bandwidth(
     ] = 0,
     out: Output,
 ) -> None:
-    """Time collectives, plain and compressed, and check every result; exit code 1 if one is wrong.
+    """Time plain and compressed collectives; check every result; exit code 1 if one is wrong.
 
     Prints the sizes from which compression pays here, and predicts the links on which it would.
     Repeat an interrupted command to continue it.

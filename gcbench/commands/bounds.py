@@ -62,7 +62,7 @@ def bounds(
     data_dir: DataDir = None,
     out: Output,
 ) -> None:
-    """Put the papers' theorems, and what methods declare of themselves, to the test.
+    """Test papers' theorems and declared properties.
 
     Compressors run on known inputs, in compressed training, and on quadratics with known constants.
 

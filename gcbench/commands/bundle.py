@@ -27,7 +27,7 @@ def bundle(
     ] = None,
     progress: Shown = Progress.auto,
 ) -> None:
-    """Write runs, the sources of their plug-ins and the environment to one file.
+    """Write runs to one file: with the environment and the sources of their plug-ins.
 
     `gcbench compare runs.zip` and `gcbench report runs.zip` read it on another machine. They never
     run the sources.

@@ -6,6 +6,7 @@ terminal.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import Any
 
@@ -77,7 +78,7 @@ class _Plain:
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in names:
             command = self.get_command(ctx, name)
-            help = (command.help or "").partition("\n\n")[0]
+            help = re.split(r"[:;.](?:\s|$)", command.help or "")[0]
             panel = getattr(command, "rich_help_panel", None) or "Commands"
             panels.setdefault(str(panel), []).append((name, " ".join(help.split())))
         for title, records in panels.items():

@@ -40,7 +40,7 @@ def list_(
     details: Details = False,
     json: Json = False,
 ) -> None:
-    """List compressors, memories, tasks, suites, backends, analyses, or the words of the tables."""
+    """List compressors, tasks, suites: also memories, backends, analyses, and terms of the tables."""
     from gcbench import studies
     from gcbench.report import listings
 
@@ -56,7 +56,7 @@ def list_(
 
 
 def info(json: Json = False) -> None:
-    """Show versions, devices, and backends with the reason where one is missing."""
+    """Show versions, devices and backends; for each missing backend the reason."""
     from gcbench.report import listings
 
     facts = listings.info()
@@ -82,7 +82,7 @@ def kernels(
     ] = KernelFormat.table,
     json: Json = False,
 ) -> None:
-    """Show saved kernel timings, beside copy_, eager torch and the fewest bytes that must move."""
+    """Show saved timings of kernels: beside copy_, eager torch and the fewest bytes that must move."""
     from gcbench.report import kernel_timings as timing
 
     timings = timing.load(file)

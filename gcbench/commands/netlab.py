@@ -61,7 +61,7 @@ def netlab(
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
-    """Train over real links of a chosen rate between network namespaces of this machine.
+    """Train over real links of chosen rates: network namespaces of this machine.
 
     Needs Linux, and root or unprivileged user namespaces:
 

@@ -204,7 +204,7 @@ def predict(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Predict a training step's time, speedup and cost on a cluster, for each method."""
+    """Predict step times on a cluster: with speedup and cost, for each method."""
     from gcbench.predict import clusters, prediction, validation
     from gcbench.predict import links as break_even
     from gcbench.studies import methods

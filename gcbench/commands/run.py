@@ -130,7 +130,7 @@ def run(
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
-    """Train a task with N workers whose gradients are compressed.
+    """Train a task with compressed gradients.
 
     Comma-separated lists make a grid: --compressor none,terngrad --seed 0,1,2
 
