@@ -40,7 +40,7 @@ def list_(
     details: Details = False,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks, suites: also memories, backends, analyses, and terms of the tables."""
+    """List compressors, tasks, suites: also memories, backends, analyses, terms of the tables."""
     from gcbench import studies
     from gcbench.report import listings
 
@@ -82,7 +82,7 @@ def kernels(
     ] = KernelFormat.table,
     json: Json = False,
 ) -> None:
-    """Show saved timings of kernels: beside copy_, eager torch and the fewest bytes that must move."""
+    """Show saved timings of kernels: beside copy_, eager torch and the least memory traffic."""
     from gcbench.report import kernel_timings as timing
 
     timings = timing.load(file)

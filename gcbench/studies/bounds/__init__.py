@@ -164,7 +164,7 @@ def check(settings: Settings) -> None:
     claims = [*codec_claims.catalogue(chosen), *quadratic_claims.catalogue(chosen)]
     fixed = () if settings.quadratic_only else gradient_claims.FIXED
     if not any(settings.wanted(claim.name) for claim in (*fixed, *claims)):
-        names = [claim.name for claim in fixed] + [of("METHOD").name for of in _GENERIC]
+        names = [claim.name for claim in fixed] + [claim.of("METHOD").name for claim in _GENERIC]
         raise unknown("claim", settings.claims, names, "A pattern may have *, e.g. 'sign*'.")
     if not settings.quadratic_only:
         settings.config(settings.seeds[0])
@@ -201,7 +201,7 @@ def run(
         for word, method in chosen.items()
         for seed in settings.seeds
         if train and settings.compressed_steps
-        if any(settings.wanted(make(word).name) for make in codec_claims.AUDITED)
+        if any(settings.wanted(claim.of(word).name) for claim in codec_claims.AUDITED)
     ]
     folder = results / analysis.name
     steps = settings.steps * len(seeds), settings.compressed_steps * len(compressed)
@@ -242,7 +242,7 @@ def run(
                         raise
                     except Exception as error:  # from the method
                         word = unit.claims[0].partition("/")[2]
-                        claim = codec_claims.contract(word)
+                        claim = codec_claims.CONTRACT.of(word)
                         message = str(error)
                         if not isinstance(error, PayloadError):
                             message = f"{type(error).__name__}: {error}"
@@ -449,7 +449,7 @@ def _label(row: Row) -> str:
 def _group(name: str) -> str:
     """Return the name of a claim; for one that is made about every method, that of its group."""
     group = name.partition("/")[0]
-    generic = {of("").name.rstrip("/") for of in _GENERIC}
+    generic = {claim.name for claim in _GENERIC}
     return f"{group}/" if group in generic else name
 
 

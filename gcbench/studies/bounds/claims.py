@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from gcbench.core.values import finite
@@ -55,13 +55,17 @@ class Claim:
     """One claim: its name, its kind, what is measured, and its source."""
 
     name: str
-    """Group and member: "signsgd/densities", or "unbiased/terngrad" for a claim on a method."""
+    """Group and member: "signsgd/densities", or "unbiased/terngrad" for a claim about a method."""
     kind: str
     """A key of `KINDS`."""
     statement: str
     source: str
     equality: bool = False
     """Whether a deviation to either side is wrong; the bound is then the largest one allowed."""
+
+    def of(self, method: str) -> Claim:
+        """Return this claim about one method, named "group/method"."""
+        return replace(self, name=f"{self.name}/{method}")
 
 
 def over(a: float, b: float) -> float:

@@ -62,165 +62,111 @@ VOTERS = (1, 2, 3, 4, 7)
 """Numbers of workers that vote, even ones for their ties."""
 
 
-def contract(word: str) -> Claim:
-    """Return the claim that a method decodes what it sends, as its levels and its target say."""
-    return Claim(
-        f"contract/{word}",
-        "theorem",
-        "the method decodes its own payloads, no further from the target than its levels, and the "
-        "target points where x does",
-        CARD,
-        equality=True,
-    )
+CONTRACT = Claim(
+    "contract",
+    "theorem",
+    "the method decodes its own payloads, no further from the target than its levels, and the "
+    "target points where x does",
+    CARD,
+    equality=True,
+)
+UNBIASED = Claim(
+    "unbiased",
+    "theorem",
+    "E of what arrives is the declared target t: relative deviation along t, sign(t), large t",
+    CARD,
+    equality=True,
+)
+VARIANCE = Claim(
+    "variance",
+    "theorem",
+    "E||what arrives - t||^2 is the declared variance, over M for M workers that draw apart",
+    CARD,
+    equality=True,
+)
+VARIANCE_BOUND = Claim(
+    "variance-bound",
+    "theorem",
+    "E||Q(x) - x||^2 / the source's bound on it (QSGD: min(d / s^2, sqrt(d) / s) ||x||^2)",
+    f"{CARD}; Alistarh et al. 2017, theorem 3.2",
+)
+CONTRACTION = Claim(
+    "contraction",
+    "theorem",
+    "||x - C(x)||^2 / ((1 - delta) ||x||^2), delta as declared for every x (top-k: k/d)",
+    f"{CARD}; Stich et al. 2018, lemma A.1",
+)
+ERROR_BOUND = Claim(
+    "error-bound",
+    "theorem",
+    "||x - C(x)||^2 / the bound that is declared for this x (scaled sign: (1 - phi) ||x||^2)",
+    CARD,
+)
+NORMAL_LOSS = Claim(
+    "normal-loss",
+    "theorem",
+    "||x - C(x)||^2 / ||x||^2 of normal values: relative deviation from the closed form",
+    CARD,
+    equality=True,
+)
+IDENTITY = Claim(
+    "identity",
+    "theorem",
+    "virtual iterate: what arrives + mean e_{t+1} - mean (decay e_t + g_t), relative, is 0",
+    "Karimireddy et al. 2019, section 4; Seide et al. 2014",
+    equality=True,
+)
+RESIDUAL = Claim(
+    "residual",
+    "theorem",
+    "||e_t|| / sum_s (1 - delta)^((t - s + 1) / 2) ||g_s||, decay and learning rate included",
+    "Karimireddy et al. 2019, proof of lemma 3",
+)
+SIGN = Claim(
+    "sign",
+    "theorem",
+    "share of elements where what arrives is not the majority of the workers' signs",
+    f"{BERNSTEIN}, algorithms 1 and 3",
+    equality=True,
+)
+APPLIED = Claim(
+    "applied",
+    "theorem",
+    "share of elements where what arrives is not the declared aggregate of what was sent",
+    CARD,
+    equality=True,
+)
+VOTE = Claim(
+    "vote",
+    "theorem",
+    "normal noise, |g| / sigma from .1 to 2, g > 0 and g < 0: P[vote wrong] less that of M "
+    "independent voters, with ties as declared",
+    f"{BERNSTEIN}, section 3.3; the binomial distribution",
+    equality=True,
+)
+VOTE_BOUND = Claim(
+    "vote-bound",
+    "theorem",
+    "P[sign wrong] / Gauss' 1/2 - S / (2 sqrt 3) for one worker with uniform noise, / (1 / "
+    "(sqrt(M) S)) for M with normal noise; S = |g| / sigma",
+    f"{BERNSTEIN}, lemma D.1 and proof of theorem 2b",
+)
+ALPHA = Claim(
+    "alpha",
+    "assumption",
+    "||v' - v|| / ||v|| of the workers' mean v, at every step, / sqrt(1 - delta)",
+    "Wang et al. 2020, assumption 3.2",
+)
 
-
-def unbiased(word: str) -> Claim:
-    """Return the claim that a method has the expectation that it declares."""
-    return Claim(
-        f"unbiased/{word}",
-        "theorem",
-        "E of what arrives is the declared target t: relative deviation along t, sign(t), large t",
-        CARD,
-        equality=True,
-    )
-
-
-def variance(word: str) -> Claim:
-    """Return the claim that a method has the variance that it declares."""
-    return Claim(
-        f"variance/{word}",
-        "theorem",
-        "E||what arrives - t||^2 is the declared variance, over M for M workers that draw apart",
-        CARD,
-        equality=True,
-    )
-
-
-def variance_bound(word: str) -> Claim:
-    """Return the claim that a method's squared error is within its source's bound."""
-    return Claim(
-        f"variance-bound/{word}",
-        "theorem",
-        "E||Q(x) - x||^2 / the source's bound on it (QSGD: min(d / s^2, sqrt(d) / s) ||x||^2)",
-        f"{CARD}; Alistarh et al. 2017, theorem 3.2",
-    )
-
-
-def contraction(word: str) -> Claim:
-    """Return the claim that a method contracts by the constant that it declares."""
-    return Claim(
-        f"contraction/{word}",
-        "theorem",
-        "||x - C(x)||^2 / ((1 - delta) ||x||^2), delta as declared for every x (top-k: k/d)",
-        f"{CARD}; Stich et al. 2018, lemma A.1",
-    )
-
-
-def error_bound(word: str) -> Claim:
-    """Return the claim that the squared error is within the bound that is declared for this x."""
-    return Claim(
-        f"error-bound/{word}",
-        "theorem",
-        "||x - C(x)||^2 / the bound that is declared for this x (scaled sign: (1 - phi) ||x||^2)",
-        CARD,
-    )
-
-
-def normal_loss(word: str) -> Claim:
-    """Return the claim that the error on normal values is that of the declared closed form."""
-    return Claim(
-        f"normal-loss/{word}",
-        "theorem",
-        "||x - C(x)||^2 / ||x||^2 of normal values: relative deviation from the closed form",
-        CARD,
-        equality=True,
-    )
-
-
-def identity(word: str) -> Claim:
-    """Return the claim that error feedback loses nothing for good."""
-    return Claim(
-        f"identity/{word}",
-        "theorem",
-        "virtual iterate: what arrives + mean e_{t+1} - mean (decay e_t + g_t), relative, is 0",
-        "Karimireddy et al. 2019, section 4; Seide et al. 2014",
-        equality=True,
-    )
-
-
-def residual(word: str) -> Claim:
-    """Return the claim that residuals are within the bound that follows from the gradients."""
-    return Claim(
-        f"residual/{word}",
-        "theorem",
-        "||e_t|| / sum_s (1 - delta)^((t - s + 1) / 2) ||g_s||, decay and learning rate included",
-        "Karimireddy et al. 2019, proof of lemma 3",
-    )
-
-
-def sign(word: str) -> Claim:
-    """Return the claim that the majority of the workers' signs arrives."""
-    return Claim(
-        f"sign/{word}",
-        "theorem",
-        "share of elements where what arrives is not the majority of the workers' signs",
-        f"{BERNSTEIN}, algorithms 1 and 3",
-        equality=True,
-    )
-
-
-def applied(word: str) -> Claim:
-    """Return the claim that what all apply follows from what was sent as the method says."""
-    return Claim(
-        f"applied/{word}",
-        "theorem",
-        "share of elements where what arrives is not the declared aggregate of what was sent",
-        CARD,
-        equality=True,
-    )
-
-
-def vote(word: str) -> Claim:
-    """Return the claim that a vote fails as often as independent voters do."""
-    return Claim(
-        f"vote/{word}",
-        "theorem",
-        "normal noise, |g| / sigma from .1 to 2, g > 0 and g < 0: P[vote wrong] less that of M "
-        "independent voters, with ties as declared",
-        f"{BERNSTEIN}, section 3.3; the binomial distribution",
-        equality=True,
-    )
-
-
-def vote_bound(word: str) -> Claim:
-    """Return the claim that a vote fails at most as often as the paper's lemma says."""
-    return Claim(
-        f"vote-bound/{word}",
-        "theorem",
-        "P[sign wrong] / Gauss' 1/2 - S / (2 sqrt 3) for one worker with uniform noise, / (1 / "
-        "(sqrt(M) S)) for M with normal noise; S = |g| / sigma",
-        f"{BERNSTEIN}, lemma D.1 and proof of theorem 2b",
-    )
-
-
-def alpha(word: str) -> Claim:
-    """Return the assumption that the workers' mean has at most the relative error of one worker."""
-    return Claim(
-        f"alpha/{word}",
-        "assumption",
-        "||v' - v|| / ||v|| of the workers' mean v, at every step, / sqrt(1 - delta)",
-        "Wang et al. 2020, assumption 3.2",
-    )
-
-
-MOMENTS = (unbiased, variance, variance_bound)
-AUDITED = (contract, *MOMENTS, contraction, error_bound, identity, residual, sign, applied, alpha)
-OF_METHODS = (*AUDITED, normal_loss, vote, vote_bound)
+MOMENTS = (UNBIASED, VARIANCE, VARIANCE_BOUND)
+AUDITED = (CONTRACT, *MOMENTS, CONTRACTION, ERROR_BOUND, IDENTITY, RESIDUAL, SIGN, APPLIED, ALPHA)
+OF_METHODS = (*AUDITED, NORMAL_LOSS, VOTE, VOTE_BOUND)
+"""What is claimed of every method: `Claim.of` names the method."""
 
 
 def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
     """Return all claims of this module, about every method."""
-    return [make(word) for make in OF_METHODS for word in methods]
+    return [claim.of(word) for claim in OF_METHODS for word in methods]
 
 
 def memory_of(method: Compressor) -> memory.Memory:
@@ -241,33 +187,33 @@ def judge(
         judged.add(claim, place, measured, bound, setting=setting, why=why, ran=word)
 
     if "refused" in record:
-        judged.refused(contract(word), place, setting, word, record["refused"])
+        judged.refused(CONTRACT.of(word), place, setting, word, record["refused"])
     if not record["steps"]:
         return
     if "bias" in record:
         _moments(word, record, add, alone=alone)
-    for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
+    for claim, name in ((CONTRACTION, "by_delta"), (ERROR_BOUND, "by_bound")):
         if record.get(name):
             values = [*map(_number, record[name])]
             measured = bounded(values, "steps") if record["random"] else _largest(values)
-            add(make(word), measured, 1.0)
+            add(claim.of(word), measured, 1.0)
     if "identity" in record:
-        add(identity(word), always(_number(record["identity"]), record["steps"]), ROUNDING)
+        add(IDENTITY.of(word), always(_number(record["identity"]), record["steps"]), ROUNDING)
     if "residual" in record:
-        add(residual(word), always(_number(record["residual"]), record["steps"]), 1.0)
+        add(RESIDUAL.of(word), always(_number(record["residual"]), record["steps"]), 1.0)
     if record.get("checked"):
         share = record["wrong"] / record["checked"]
-        add(sign(word), always(share, record["checked"])._replace(over=EVERY), 0.0)
+        add(SIGN.of(word), always(share, record["checked"])._replace(over=EVERY), 0.0)
     if record.get("compared"):
         share = record["unlike"] / record["compared"]
-        add(applied(word), always(share, record["compared"])._replace(over=EVERY), 0.0)
+        add(APPLIED.of(word), always(share, record["compared"])._replace(over=EVERY), 0.0)
     # The assumption is about every step, so not about methods that contract in expectation only;
     # and a code that loses nothing has no error to compare.
     applies = not record["random"] and record.get("limit", 0.0) > ROUNDING
     if record.get("alpha") and record["workers"] > 1 and applies and not alone:
         values = [*map(_number, record["alpha"])]
         why = f"mean {sum(values) / len(values):.3f}"
-        add(alpha(word), _largest(values), record["limit"], why)
+        add(ALPHA.of(word), _largest(values), record["limit"], why)
 
 
 def _number(value: float | None) -> float:
@@ -302,14 +248,14 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
             deviations.append(_about(seen.mean * steps / scale, half, steps))
     if deviations:
         worst = max(deviations, key=_excess)
-        add(unbiased(word), worst, BIAS, f"{worst.high - worst.mean:.2%} would be seen")
+        add(UNBIASED.of(word), worst, BIAS, f"{worst.high - worst.mean:.2%} would be seen")
     if not record["exact"]:
         return
     declared, error = _number(spread["declared"]), _number(spread["error"])
     if not declared:
         scale = _number(bias["scale"][0])
         found_error = always(error / scale if scale else error, steps)
-        add(variance(word), found_error, ROUNDING**2, "declared to be exact")
+        add(VARIANCE.of(word), found_error, ROUNDING**2, "declared to be exact")
         return
     if alone or not record["levels"]:
         seen = interval([*map(_number, record["excess"])], "steps", STRICT)
@@ -317,11 +263,11 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
     else:
         half = bernstein(_number(spread["variance"]), _number(spread["largest"]), ERROR) / declared
     apart = _about(error / declared - 1, half, steps)
-    add(variance(word), apart, SPREAD, f"{half:.2%} would be seen")
+    add(VARIANCE.of(word), apart, SPREAD, f"{half:.2%} would be seen")
     if record["bounded"] and spread["bound"]:
         ratio, width = error / spread["bound"], half * declared / spread["bound"]
         seen = Interval(ratio, ratio - width, ratio + width, steps, "steps")
-        add(variance_bound(word), seen, 1.0)
+        add(VARIANCE_BOUND.of(word), seen, 1.0)
 
 
 def _excess(deviation: Interval) -> float:
@@ -436,11 +382,11 @@ def asked(method: Compressor, workers: int) -> int:
 def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield all work on known inputs."""
     for word, method in methods.items():
-        names = tuple(make(word).name for make in (*AUDITED, normal_loss))
+        names = tuple(claim.of(word).name for claim in (*AUDITED, NORMAL_LOSS))
         for workers in WORKERS:
             work = partial(_inputs, word, method, workers, seeds)
             yield Unit(f"inputs {word} M={workers}", PLACE, names, work)
-        claims = vote(word).name, vote_bound(word).name
+        claims = VOTE.of(word).name, VOTE_BOUND.of(word).name
         yield Unit(f"votes {word}", PLACE, claims, partial(_votes, word, method, seeds))
 
 
@@ -451,7 +397,7 @@ def _inputs(
     label = f"M={workers}"
     carried = memory_of(method)
     steps = max(3, math.ceil(asked(method, workers) / len(seeds)))
-    if any(judged.wanted(make(word).name) for make in AUDITED):
+    if any(judged.wanted(claim.of(word).name) for claim in AUDITED):
         audits = [observed(method, workers, "normal", seed, steps, carried) for seed in seeds]
         total = merged(audits)
         shown = {name: value for name, value in total.items() if not name.startswith("by_")}
@@ -467,7 +413,7 @@ def _inputs(
                 judge(word, only, judged, PLACE, f"{kind}, {label}", alone=True)
         if workers == 1:
             _absent(word, method, total, singly, judged)
-    if workers == 1 and judged.wanted(normal_loss(word).name):
+    if workers == 1 and judged.wanted(NORMAL_LOSS.of(word).name):
         _normal_loss(word, method, seeds, judged)
 
 
@@ -515,38 +461,38 @@ def _absent(
     judged: Judged,
 ) -> None:
     """Record which claims do not apply: the method lacks the declaration, or no audit sees it."""
-    for make in MOMENTS:
+    for claim in MOMENTS:
         if not method.claims.unbiased:
-            judged.skip(make(word).name, PLACE, "it does not claim to be unbiased")
+            judged.skip(claim.of(word).name, PLACE, "it does not claim to be unbiased")
         elif "exact" not in record:
-            judged.skip(make(word).name, PLACE, _unseen(method))
-        elif make is not unbiased and not record["exact"]:
-            judged.skip(make(word).name, PLACE, "it declares no variance")
-        elif make is variance_bound and not (record["bounded"] and record["spread"]["bound"]):
-            judged.skip(make(word).name, PLACE, "its source has no bound")
-    for make, name in ((contraction, "by_delta"), (error_bound, "by_bound")):
+            judged.skip(claim.of(word).name, PLACE, _unseen(method))
+        elif claim is not UNBIASED and not record["exact"]:
+            judged.skip(claim.of(word).name, PLACE, "it declares no variance")
+        elif claim is VARIANCE_BOUND and not (record["bounded"] and record["spread"]["bound"]):
+            judged.skip(claim.of(word).name, PLACE, "its source has no bound")
+    for claim, name in ((CONTRACTION, "by_delta"), (ERROR_BOUND, "by_bound")):
         if not method.claims.contractive:
-            judged.skip(make(word).name, PLACE, "it does not claim to contract")
+            judged.skip(claim.of(word).name, PLACE, "it does not claim to contract")
         elif again(method):
-            judged.skip(make(word).name, PLACE, AGAIN)
+            judged.skip(claim.of(word).name, PLACE, AGAIN)
         elif not any(one.get(name) for one in singly.values()):
             why = "it declares no constant for every x" if name == "by_delta" else "no bound for x"
-            judged.skip(make(word).name, PLACE, why)
+            judged.skip(claim.of(word).name, PLACE, why)
     if "identity" not in record:
         why = _unseen(method) if method.memory == "residual" else "it carries no residual"
-        judged.skip(identity(word).name, PLACE, why)
-        judged.skip(residual(word).name, PLACE, why)
+        judged.skip(IDENTITY.of(word).name, PLACE, why)
+        judged.skip(RESIDUAL.of(word).name, PLACE, why)
     elif "residual" not in record:
-        judged.skip(residual(word).name, PLACE, "it contracts in expectation, or by no constant")
+        judged.skip(RESIDUAL.of(word).name, PLACE, "it contracts in expectation, or by no constant")
     if not method.claims.signs:
-        judged.skip(sign(word).name, PLACE, "it does not claim to send signs")
+        judged.skip(SIGN.of(word).name, PLACE, "it does not claim to send signs")
     if "compared" not in record:
         why = (
             "what arrives is a mean, or a vote"
             if method.claims.aggregate != "other"
             else "what a worker sent is not seen without a residual"
         )
-        judged.skip(applied(word).name, PLACE, why)
+        judged.skip(APPLIED.of(word).name, PLACE, why)
 
 
 def _unseen(method: Compressor) -> str:
@@ -561,10 +507,10 @@ def _unseen(method: Compressor) -> str:
 def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     declared = method.claims.gaussian_error
     if declared is None or isinstance(method, MultiRoundCompressor):
-        judged.skip(normal_loss(word).name, PLACE, "it declares no closed form")
+        judged.skip(NORMAL_LOSS.of(word).name, PLACE, "it declares no closed form")
         return
     if not declared:
-        judged.skip(normal_loss(word).name, PLACE, "it loses nothing")
+        judged.skip(NORMAL_LOSS.of(word).name, PLACE, "it loses nothing")
         return
     segments = Segments.of(SHAPES[:1], method.granularity)
     losses = []
@@ -581,7 +527,7 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
     size = abs(seen.mean - 1)
     # The closed form is for long segments; these may differ from it by `NORMAL`.
     measured = Interval(size, max(0.0, size - half - NORMAL), size + half, seen.n, "draws")
-    judged.add(normal_loss(word), PLACE, measured, 4 * NORMAL, ran=word, setting="normal, M=1")
+    judged.add(NORMAL_LOSS.of(word), PLACE, measured, 4 * NORMAL, ran=word, setting="normal, M=1")
 
 
 # ---- votes ---------------------------------------------------------------------------------------
@@ -589,8 +535,8 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
 
 def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     if not method.claims.signs:
-        for make in (vote, vote_bound):
-            judged.skip(make(word).name, PLACE, "it does not claim to send signs")
+        for claim in (VOTE, VOTE_BOUND):
+            judged.skip(claim.of(word).name, PLACE, "it does not claim to send signs")
         return
     tie = tied(method)
     for workers in VOTERS:
@@ -604,7 +550,7 @@ def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
                 size = abs(rate - p)
                 seen.append(Interval(size, max(0.0, size - half), size + half, n, "elements"))
         worst = max(seen, key=_excess)
-        judged.add(vote(word), PLACE, worst, WRONG, setting=f"M={workers}", ran=word)
+        judged.add(VOTE.of(word), PLACE, worst, WRONG, setting=f"M={workers}", ran=word)
         if workers % 2:  # the lemmas leave ties aside
             _vote_bound(word, method, workers, seeds, judged)
 
@@ -637,7 +583,7 @@ def _vote_bound(
     noise = "uniform" if uniform else "normal"
     worst = max(ratios, key=lambda one: one.mean)
     label = f"M={workers}, {noise} noise"
-    judged.add(vote_bound(word), PLACE, worst, 1.0, setting=label, ran=word)
+    judged.add(VOTE_BOUND.of(word), PLACE, worst, 1.0, setting=label, ran=word)
 
 
 def failing(strength: float, workers: int, tie: float = 0.0) -> float:

@@ -43,130 +43,90 @@ BIASED_RUNS = ((1, 0.0), (4, 0.05))
 """Number of workers, and standard deviation of the noise in each coordinate."""
 
 
-def sign_theorem(which: str, word: str) -> Claim:
-    """Return the claim of one of signSGD's theorems about a method."""
-    return Claim(
-        f"sign-theorem-{which}/{word}",
-        "theorem",
-        SIGN_STATEMENTS[which],
-        f"{BERNSTEIN}, theorem {which}",
-    )
-
-
-def theorem_1(word: str) -> Claim:
-    """Return the claim of theorem 1 about a method."""
-    return sign_theorem("1", word)
-
-
-def theorem_2a(word: str) -> Claim:
-    """Return the claim of theorem 2a about a method."""
-    return sign_theorem("2a", word)
-
-
-def theorem_2b(word: str) -> Claim:
-    """Return the claim of theorem 2b about a method."""
-    return sign_theorem("2b", word)
-
-
-def floor(word: str) -> Claim:
-    """Return the claim about the noise floor of a descent by majority votes."""
-    return Claim(
-        f"sign-floor/{word}",
-        "theorem",
-        "noise floor of a vote of M workers: mean |w_i| against the exact Markov chain's, relative",
-        "derived: a vote's steps are +-eta with binomial probabilities",
-        equality=True,
-    )
-
-
-def ends(word: str) -> Claim:
-    """Return the claim about the plateau of an unbiased method."""
-    return Claim(
-        f"plateau/{word}",
-        "theorem",
-        "constant step: E||w - w*||^2 against that of the declared target and variance, relative",
-        "Wen et al. 2017, remarks on theorem 1; derived",
-        equality=True,
-    )
-
-
-def rates(word: str) -> Claim:
-    """Return the claim about the rate of an unbiased method."""
-    return Claim(
-        f"rate/{word}",
-        "theorem",
-        "gamma_t = a / (t + t_0): E||w_t - w*||^2 / the bound u_t = O(1/t) that E||Q(g)||^2 <= A + "
-        "B ||w - w*||^2 gives with the declared omega, at the worst t",
-        "Wen et al. 2017, theorem 1",
-    )
-
-
-def descent(word: str) -> Claim:
-    """Return the claim of theorem II about a method."""
-    return Claim(
-        f"descent/{word}",
-        "theorem",
-        "error feedback: mean E||grad f||^2 <= 2 (f_0 - f*) / (eta T) + eta L s^2 + eta^2 L^2 s^2 "
-        "(1 - delta) / (1 - sqrt(1 - delta))^2",
-        f"{KARIMIREDDY}, theorem II",
-    )
-
-
-def residual_bound(word: str) -> Claim:
-    """Return the claim of lemma 3 about a method."""
-    return Claim(
-        f"residual-bound/{word}",
-        "theorem",
-        "error feedback: max_t E||eta e||^2 <= eta^2 s^2 (1 - delta) / (1 - sqrt(1 - delta))^2",
-        f"{KARIMIREDDY}, lemma 3, its series summed",
-    )
-
-
-def without(word: str) -> Claim:
-    """Return the claim about a contractive method without error feedback."""
-    return Claim(
-        f"biased-descent/{word}",
-        "theorem",
-        "no feedback, error a = sqrt(1 - delta), N workers: mean E||grad f||^2 within the bound "
-        "that is proved in gcbench.studies.bounds.quadratics; without noise 2 (f_0 - f*) / (eta "
-        "(1 - a^2) T)",
-        f"{WANG}, theorem 3.4, in a form that needs no assumption 3.2",
-    )
-
-
-def falling(word: str) -> Claim:
-    """Return the claim about a method whose error falls with its steps."""
-    return Claim(
-        f"falling-error/{word}",
-        "theorem",
-        "eta_t = eta_0 / (1 + t / 50), a_t about sqrt(L eta_t), N = 4: the weighted mean of "
-        "E||grad f||^2 keeps within its bound, which goes to 0",
-        f"{WANG}, theorem 3.5, in a form that needs no assumption 3.2",
-    )
-
-
-SIGNS = {"1": theorem_1, "2a": theorem_2a, "2b": theorem_2b}
-OF_METHODS = (*SIGNS.values(), floor, ends, rates, descent, residual_bound, without, falling)
+SIGNS = {
+    which: Claim(f"sign-theorem-{which}", "theorem", statement, f"{BERNSTEIN}, theorem {which}")
+    for which, statement in SIGN_STATEMENTS.items()
+}
+FLOOR = Claim(
+    "sign-floor",
+    "theorem",
+    "noise floor of a vote of M workers: mean |w_i| against the exact Markov chain's, relative",
+    "derived: a vote's steps are +-eta with binomial probabilities",
+    equality=True,
+)
+ENDS = Claim(
+    "plateau",
+    "theorem",
+    "constant step: E||w - w*||^2 against that of the declared target and variance, relative",
+    "Wen et al. 2017, remarks on theorem 1; derived",
+    equality=True,
+)
+RATE = Claim(
+    "rate",
+    "theorem",
+    "gamma_t = a / (t + t_0): E||w_t - w*||^2 / the bound u_t = O(1/t) that E||Q(g)||^2 <= A + "
+    "B ||w - w*||^2 gives with the declared omega, at the worst t",
+    "Wen et al. 2017, theorem 1",
+)
+DESCENT = Claim(
+    "descent",
+    "theorem",
+    "error feedback: mean E||grad f||^2 <= 2 (f_0 - f*) / (eta T) + eta L s^2 + eta^2 L^2 s^2 "
+    "(1 - delta) / (1 - sqrt(1 - delta))^2",
+    f"{KARIMIREDDY}, theorem II",
+)
+RESIDUAL_BOUND = Claim(
+    "residual-bound",
+    "theorem",
+    "error feedback: max_t E||eta e||^2 <= eta^2 s^2 (1 - delta) / (1 - sqrt(1 - delta))^2",
+    f"{KARIMIREDDY}, lemma 3, its series summed",
+)
+BIASED_DESCENT = Claim(
+    "biased-descent",
+    "theorem",
+    "no feedback, error a = sqrt(1 - delta), N workers: mean E||grad f||^2 within the bound "
+    "that is proved in gcbench.studies.bounds.quadratics; without noise 2 (f_0 - f*) / (eta "
+    "(1 - a^2) T)",
+    f"{WANG}, theorem 3.4, in a form that needs no assumption 3.2",
+)
+FALLING_ERROR = Claim(
+    "falling-error",
+    "theorem",
+    "eta_t = eta_0 / (1 + t / 50), a_t about sqrt(L eta_t), N = 4: the weighted mean of "
+    "E||grad f||^2 keeps within its bound, which goes to 0",
+    f"{WANG}, theorem 3.5, in a form that needs no assumption 3.2",
+)
+OF_METHODS = (
+    *SIGNS.values(),
+    FLOOR,
+    ENDS,
+    RATE,
+    DESCENT,
+    RESIDUAL_BOUND,
+    BIASED_DESCENT,
+    FALLING_ERROR,
+)
+"""What is claimed of every method: `Claim.of` names the method."""
 
 
 def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
     """Return all claims of this module."""
-    return [make(word) for make in OF_METHODS for word in methods]
+    return [claim.of(word) for claim in OF_METHODS for word in methods]
 
 
 def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield all work on quadratics."""
     groups = (
-        ("signs", (*SIGNS.values(), floor), _signs),
-        ("plateau", (ends,), _plateau),
-        ("rate", (rates,), _rate),
-        ("feedback", (descent, residual_bound), _feedback),
-        ("biased", (without,), _biased),
-        ("falling", (falling,), _falling),
+        ("signs", (*SIGNS.values(), FLOOR), _signs),
+        ("plateau", (ENDS,), _plateau),
+        ("rate", (RATE,), _rate),
+        ("feedback", (DESCENT, RESIDUAL_BOUND), _feedback),
+        ("biased", (BIASED_DESCENT,), _biased),
+        ("falling", (FALLING_ERROR,), _falling),
     )
     for word, method in methods.items():
-        for name, makes, work in groups:
-            claims = tuple(make(word).name for make in makes)
+        for name, generic, work in groups:
+            claims = tuple(claim.of(word).name for claim in generic)
             yield Unit(f"{name} {word}", PLACE, claims, partial(work, word, method, seeds))
 
 
@@ -177,25 +137,27 @@ def _none(judged: Judged, names: Sequence[str], why: str) -> None:
 
 def _signs(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     if not method.claims.signs:
-        names = [make(word).name for make in (*SIGNS.values(), floor)]
+        names = [claim.of(word).name for claim in (*SIGNS.values(), FLOOR)]
         _none(judged, names, "it does not claim to send signs")
         return
     for which, runs in SIGN_RUNS.items():
-        if not judged.wanted(sign_theorem(which, word).name):
+        if not judged.wanted(SIGNS[which].of(word).name):
             continue
         for signs in runs:
             values = [v for seed in seeds for v in quadratics.sign_descent(method, signs, seed)]
             measured = bounded(values, "copies").squared()
             label = f"M={signs.workers}, cond {signs.condition:g}, K={signs.k}"
             bound = quadratics.sign_bound(signs)
-            judged.add(sign_theorem(which, word), PLACE, measured, bound, setting=label, ran=word)
-    for workers in (1, 7) if judged.wanted(floor(word).name) else ():
+            judged.add(SIGNS[which].of(word), PLACE, measured, bound, setting=label, ran=word)
+    for workers in (1, 7) if judged.wanted(FLOOR.of(word).name) else ():
         values = [v for seed in seeds for v in quadratics.sign_floor(method, workers, seed)]
         exact = quadratics.sign_chain(workers)
         seen = interval([v / exact for v in values], "copies", STRICT)
         why = f"mean |w| {seen.mean * exact:.4f}, the chain's {exact:.4f}"
         measured = _equality(seen.mean - 1, seen.high - seen.mean, seen.n, 0.0)
-        judged.add(floor(word), PLACE, measured, PLATEAU, setting=f"M={workers}", why=why, ran=word)
+        judged.add(
+            FLOOR.of(word), PLACE, measured, PLATEAU, setting=f"M={workers}", why=why, ran=word
+        )
 
 
 def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
@@ -205,7 +167,7 @@ def _equality(away: float, half: float, n: int, allowed: float) -> Interval:
 
 
 def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    codec, name = quadratics.by_copy(method), ends(word).name
+    codec, name = quadratics.by_copy(method), ENDS.of(word).name
     why = ""
     if not method.claims.unbiased:
         why = "it does not claim to be unbiased"
@@ -224,11 +186,13 @@ def _plateau(word: str, method: Compressor, seeds: Sequence[int], judged: Judged
         away = against(ran, declared, "copies")
         measured = _equality(away.mean, away.high - away.mean, away.n, MODEL)
         why = f"{away.mean:+.2%}"
-        judged.add(ends(word), PLACE, measured, PLATEAU, setting=f"M={workers}", why=why, ran=word)
+        judged.add(
+            ENDS.of(word), PLACE, measured, PLATEAU, setting=f"M={workers}", why=why, ran=word
+        )
 
 
 def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
-    codec, name = quadratics.by_copy(method), rates(word).name
+    codec, name = quadratics.by_copy(method), RATE.of(word).name
     tight = None if codec is None else quadratics.tight_omega(codec)
     if not method.claims.unbiased or again(method) or codec is None or tight is None:
         reason = AGAIN if again(method) else "it declares no relative variance for every x"
@@ -241,7 +205,7 @@ def _rate(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -
     seen = [bounded(values, "copies") for values in marks]
     worst = max(seen, key=lambda one: math.inf if math.isnan(one.mean) else one.mean)
     label = f"omega={omega:.3g}, d={math.prod(shape)}"
-    judged.add(rates(word), PLACE, worst, 1.0, setting=label, ran=word)
+    judged.add(RATE.of(word), PLACE, worst, 1.0, setting=label, ran=word)
 
 
 def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | str:
@@ -262,24 +226,24 @@ def _tight(method: Compressor) -> tuple[Compressor, quadratics.Shape, float] | s
 def _feedback(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     tight = _tight(method)
     if isinstance(tight, str):
-        _none(judged, (descent(word).name, residual_bound(word).name), tight)
+        _none(judged, (DESCENT.of(word).name, RESIDUAL_BOUND.of(word).name), tight)
         return
     codec, shape, delta = tight
     runs = [quadratics.feedback(codec, shape, delta, seed) for seed in seeds]
     label = f"delta={delta:.3g}, d={math.prod(shape)}"
-    for make, k in ((descent, 0), (residual_bound, 1)):
+    for claim, k in ((DESCENT, 0), (RESIDUAL_BOUND, 1)):
         values = bounded([v for run in runs for v in run[k]], "copies")
         bound = quadratics.feedback_bounds(shape, delta)[k]
         if not bound:
-            _none(judged, (make(word).name,), "delta = 1: nothing is left, whatever is sent")
+            _none(judged, (claim.of(word).name,), "delta = 1: nothing is left, whatever is sent")
             continue
-        judged.add(make(word), PLACE, values, bound, setting=label, ran=word)
+        judged.add(claim.of(word), PLACE, values, bound, setting=label, ran=word)
 
 
 def _biased(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     tight = _tight(method)
     if isinstance(tight, str):
-        _none(judged, (without(word).name,), tight)
+        _none(judged, (BIASED_DESCENT.of(word).name,), tight)
         return
     codec, shape, delta = tight
     for workers, noise in BIASED_RUNS:
@@ -288,21 +252,21 @@ def _biased(word: str, method: Compressor, seeds: Sequence[int], judged: Judged)
         values = [v for seed in seeds for v in quadratics.biased([codec], shape, plan, even, seed)]
         seen = bounded(values, "copies")
         label = f"N={workers}, noise {noise:g}, delta={delta:.3g}, d={math.prod(shape)}"
-        judged.add(without(word), PLACE, seen, plan.bound(), setting=label, ran=word)
+        judged.add(BIASED_DESCENT.of(word), PLACE, seen, plan.bound(), setting=label, ran=word)
 
 
 def _falling(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
     tight = _tight(method)
     if isinstance(tight, str):
-        _none(judged, (falling(word).name,), tight)
+        _none(judged, (FALLING_ERROR.of(word).name,), tight)
         return
     codec, shape, _ = tight
     if codec.claims.with_error(0.5) is None:
-        _none(judged, (falling(word).name,), "no field sets its error")
+        _none(judged, (FALLING_ERROR.of(word).name,), "no field sets its error")
         return
     plan, methods = quadratics.falling_plan(codec, shape)
     weights, total = plan.weighted()
     values = [v for seed in seeds for v in quadratics.biased(methods, shape, plan, weights, seed)]
     seen = bounded(values, "copies")
     bound = total / sum(weights)
-    judged.add(falling(word), PLACE, seen, bound, setting=f"N={plan.workers}", ran=word)
+    judged.add(FALLING_ERROR.of(word), PLACE, seen, bound, setting=f"N={plan.workers}", ran=word)
