@@ -189,7 +189,7 @@ def of_table(spec: Mapping[str, Any]) -> Measured:
     if len(rows) != 1:
         raise UsageError(f"{spec['file']}: {spec['where']} selects {len(rows)} rows, not 1")
     cells = (rows[0][column] for column in spec["columns"])
-    return Measured(*cells)._replace(exact=spec.get("exact", False))
+    return Measured(*cells)._replace(exact=spec.get("exact", False), digits=spec.get("digits"))
 
 
 def value(spec: Mapping[str, Any]) -> Measured:
@@ -202,8 +202,13 @@ def value(spec: Mapping[str, Any]) -> Measured:
 
 def finding(entry: Mapping[str, Any]) -> str:
     """Return the sentences of a finding, with its values."""
-    values = {name: str(value(spec)) for name, spec in entry["values"].items()}
-    return " ".join(str(entry["text"]).format(**values).split())
+    return _filled(entry["text"], entry)
+
+
+def _filled(text: str, entry: Mapping[str, Any]) -> str:
+    """Return a text with the values of its entry."""
+    values = {name: str(value(spec)) for name, spec in entry.get("values", {}).items()}
+    return " ".join(text.format(**values).split())
 
 
 def judged(entry: Mapping[str, Any]) -> str:
@@ -211,7 +216,7 @@ def judged(entry: Mapping[str, Any]) -> str:
     measured = value(entry["value"])
     count = f", n = {measured.n}" if measured.n > 1 else ""
     here = f"{measured} {entry['unit']}{count}"
-    says = f"**{verdict(measured, **entry['holds_if'])}** {entry['at']}"
+    says = f"**{verdict(measured, **entry['holds_if'])}** {_filled(entry['at'], entry)}"
     return f"| {entry['source']} | {entry['claim']} | {here} | {says} |"
 
 
