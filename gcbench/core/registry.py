@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from gcbench.core.compressor import Compressor
     from gcbench.core.memory import Memory
     from gcbench.core.task import Task
@@ -377,7 +379,7 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
-def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+def _typed(what: str, cls: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is not a number.
 
     `what`: the name of the object, for errors.
@@ -385,22 +387,31 @@ def _typed(what: str, cls: type[Any], options: dict[str, Any]) -> dict[str, Any]
     Raises:
         UsageError: a value cannot be converted to its field's type.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
     from pydantic.errors import PydanticUserError
 
     typed = dict(options)
     for name, value in options.items():
         try:
-            hint = get_type_hints(cls)[name]
+            hint, adapter = _field_type(cls, name)
             if hint is str and type(value) is int:
                 value = str(value)  # YAML parsed a string as a number: norm=2
-            typed[name] = TypeAdapter(hint).validate_python(value, strict=True)
+            typed[name] = adapter.validate_python(value, strict=True)
         except ValidationError as error:
             problems = dict.fromkeys(problem["msg"].lower() for problem in error.errors())
             raise UsageError(f"{what}: {name}={value!r}: {', or '.join(problems)}") from None
         except (NameError, PydanticUserError):
             continue  # pydantic cannot convert this third-party type; the constructor checks it
     return typed
+
+
+@cache
+def _field_type(cls: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
+    """Return the type hint of a field, and pydantic's adapter for it."""
+    from pydantic import TypeAdapter
+
+    hint = get_type_hints(cls)[name]
+    return hint, TypeAdapter(hint)
 
 
 def call(plugin: object) -> str:

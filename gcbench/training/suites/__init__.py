@@ -256,7 +256,7 @@ class Suite(BaseModel):
             )
         changed = {key: value for key, value in settings.items() if key in FREE}
         chosen = [*_conditions({k: v for k, v in settings.items() if k not in FREE})]
-        points = [point for cell in self._cells(changed) for point in cell]
+        points = self._expanded(changed) if changed else self._every
         for condition in chosen:
             condition.check(self.name, points)
         selected = [point for point in points if all(c.holds(point) for c in chosen)]
@@ -264,6 +264,13 @@ class Suite(BaseModel):
             words = " ".join(condition.words for condition in chosen)
             raise UsageError(f"no run of suite {self.name!r} matches all of {words}")
         return selected
+
+    @cached_property
+    def _every(self) -> list[Point]:
+        return self._expanded({})
+
+    def _expanded(self, changed: Mapping[str, Any]) -> list[Point]:
+        return [point for cell in self._cells(changed) for point in cell]
 
     def configs(self, settings: Mapping[str, Any]) -> list[Config]:
         """Return the configs of `points`, for a suite that does not choose learning rates."""
