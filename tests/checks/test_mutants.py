@@ -87,7 +87,8 @@ def test_the_verdict_on_a_mutant():
 
 def test_the_stored_result_covers_every_file_and_kills_nearly_all():
     result = json.loads(RESULT.read_text())
-    files = {p.name for p in (ROOT / "compressors").glob("*.py") if [*mutants.mutants_of(p)]}
+    scripts = (ROOT / "compressors").glob("*.py")
+    files = {path.name for path in scripts if any(True for _ in mutants.mutants_of(path))}
     assert {*result["files"]} == files
     assert sum(row["tried"] for row in result["files"].values()) >= 200
     assert result["share"] >= 0.95
