@@ -184,11 +184,14 @@ class Settings(BaseModel):
     task_version: Positive = setting(1, "Version of the task's definition.")
     steps: Positive = setting(..., "Training steps.", TRAINING)
     batch: Positive = setting(..., "Examples per step, over all workers.", TRAINING)
-    optimizer: Literal["sgd", "adam", "adamw"] = setting(
-        "sgd", "sgd, adam or adamw, applied to the decoded mean.", TRAINING, "tuned"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = setting(
+        "sgd",
+        "sgd, adam, adamw, or muon with adamw for all but hidden matrices; applied to the mean.",
+        TRAINING,
+        "tuned",
     )
     lr: PositiveFloat = setting(..., "Learning rate.", TRAINING, "tuned")
-    momentum: Share = setting(0.0, "Momentum of sgd.", TRAINING, "tuned")
+    momentum: Share = setting(0.0, "Momentum of sgd or muon.", TRAINING, "tuned")
     nesterov: Flag = setting(False, "Nesterov momentum.", TRAINING, "tuned")
     betas: tuple[Share, Share] = setting(
         (0.9, 0.999), "Adam's betas, e.g. 0.9/0.999.", TRAINING, "tuned"

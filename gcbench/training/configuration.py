@@ -66,6 +66,8 @@ class Config(Settings):
         }
         values = {**task.defaults(), **stages[max(stages)].recipe, **settings}
         values["task_version"] = task.version
+        if values.get("optimizer") == "muon":
+            values |= {"momentum": 0.95, "nesterov": True, **settings}
         # With the method's types, so that clip=2 and clip=2.0 are one config.
         values["options"] = {
             key: {start: getattr(stages[start], key) for start in value}
@@ -132,10 +134,10 @@ class Config(Settings):
             self._fits_ddp()
         elif self.hook != "gcbench" or self.bucket_mb != DEFAULTS["bucket_mb"]:
             raise ValueError("hook and bucket_mb are settings of --engine ddp; leave them out")
-        if self.optimizer == "adamw" and self.weight_decay and self.decay == "loss":
+        if self.optimizer in ("adamw", "muon") and self.weight_decay and self.decay == "loss":
             raise ValueError(
-                "optimizer=adamw decays the parameters itself, so decay=loss would be plain Adam: "
-                "use decay=update, or optimizer=adam"
+                f"optimizer={self.optimizer} decays the parameters itself, and decay=loss adds the "
+                "decay to the gradients: use decay=update, or optimizer=adam"
             )
         if self.schedule_floor and self.schedule != "cosine":
             raise ValueError(

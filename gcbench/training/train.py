@@ -48,6 +48,7 @@ from gcbench.training.store import Run
 from gcbench.training.updates import (
     Average,
     LocalSteps,
+    Muon,
     clip_factor,
     descend,
     fitting,
@@ -240,6 +241,15 @@ class Trainer:
         if config.optimizer in ("adam", "adamw"):
             adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
             return adam(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        if config.optimizer == "muon":
+            kinds, last = captures.kinds(self.model), classifier(self.model)
+            hidden = {
+                p
+                for p, name in zip(parameters, self.names, strict=True)
+                if kinds[name] == "fully connected" and name not in last
+            }
+            adjusted = (config.momentum, config.nesterov, config.betas, config.eps)
+            return Muon(groups, hidden, config.lr, *adjusted)
         return torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
         )

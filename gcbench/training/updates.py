@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gcbench.core.errors import UsageError
 
 EMA_WARM_UP = 10
 """After t steps the average's decay is at most (1 + t) / (10 + t), as in TensorFlow's
@@ -24,6 +26,61 @@ def step_with(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for some matrices and AdamW for all other parameters, at one learning rate.
+
+    Muon's step is scaled to the root mean square of AdamW's, .2 sqrt(max(rows, columns)) lr, so
+    that both use the same rate and decay (Liu et al. 2025, arXiv:2502.16982, section 2.2). The
+    steps are those of `torch.optim.Muon` (Jordan et al. 2024) and `torch.optim.AdamW`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        matrices: Set[nn.Parameter],
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """`groups`: parameters with their weight decay; `matrices`: those that Muon updates.
+
+        Raises:
+            UsageError: there are no such matrices.
+        """
+        if not matrices:
+            raise UsageError(
+                "optimizer=muon updates hidden matrices, and this model has none; use adamw"
+            )
+
+        def chosen(wanted: bool) -> list[dict[str, Any]]:
+            picked = [
+                {**group, "params": [p for p in group["params"] if (p in matrices) == wanted]}
+                for group in groups
+            ]
+            return [group for group in picked if group["params"]]
+
+        muon = torch.optim.Muon(
+            chosen(True), lr, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
+        )
+        self.parts: list[torch.optim.Optimizer] = [muon]
+        if others := chosen(False):
+            self.parts.append(torch.optim.AdamW(others, lr, betas=betas, eps=eps))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run Muon's step and AdamW's."""
+        start = 0
+        for part in self.parts:
+            # A restored state has new groups.
+            stop = start + len(part.param_groups)
+            part.state, part.param_groups = self.state, self.param_groups[start:stop]
+            inspect.unwrap(type(part).step)(part)
+            start = stop
 
 
 def descend(

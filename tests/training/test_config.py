@@ -311,7 +311,7 @@ BAD = {
     "--betas 0.9": "betas",
     "--betas 0.9/1.5": "betas.1=1.5",
     "--lr 0.1/0.2": "lr: expected one value, not 0.1/0.2",
-    "--optimizer lion": "optimizer='lion': input should be 'sgd', 'adam' or 'adamw'",
+    "--optimizer lion": "optimizer='lion': input should be 'sgd', 'adam', 'adamw' or 'muon'",
     "--engine mpi": "engine='mpi': input should be 'simulate', 'spawn', 'torchrun' or 'ddp'",
     "--gradients batched --engine spawn": "use gradients=loop",
     "--link-gbit 0": "link_gbit=0",

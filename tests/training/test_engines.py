@@ -224,6 +224,7 @@ def test_each_worker_keeps_its_own_statistics(trainer, normed):
 RECIPES = {
     "plain": {"task": "quadratic"},
     "adam": {"optimizer": "adam", "lr": 1e-3, "ema": 0.9},
+    "muon": {"optimizer": "muon", "lr": 1e-3, "weight_decay": 0.1, "decay": "update"},
     "nesterov": {"momentum": 0.9, "nesterov": True, "schedule": "step", "schedule_steps": [4, 9]},
     "statistics": {"task": "normed", "eval_every": 4},
 }
