@@ -331,14 +331,21 @@ class Exchange:
         self.lanes = tuple(lanes)
         self.buffers.clear()
 
-    def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
+    def mean(
+        self,
+        buckets: Sequence[Tensor],
+        step: int,
+        lr: float = 1.0,
+        which: Sequence[int] | None = None,
+    ) -> Tensor:
         """Return the mean gradient, float32, shape (n,), with equal bits on every replica.
 
         If the method has an update rule, it is the direction that the rule computes from the mean.
         The result is a buffer of the exchange, valid until the next call.
 
         `buckets`: one float32 tensor of shape (n,) per local worker. `lr`: the learning rate that
-        the mean will be applied with; residuals are rescaled to it.
+        the mean will be applied with; residuals are rescaled to it. `which`: the lanes to exchange;
+        None: all. The result has the mean of these lanes only.
 
         Raises:
             PayloadError: a payload is corrupt. A GPU reports this after all kernels were launched,
@@ -346,7 +353,8 @@ class Exchange:
         """
         self.follow(lr)
         with faults.together():
-            for number, lane in enumerate(self.lanes):
+            for number in range(len(self.lanes)) if which is None else which:
+                lane = self.lanes[number]
                 place = slice(lane.start, lane.start + lane.segments.numel)
                 self.lane_mean(number, [bucket[place] for bucket in buckets], step)
         return self._means()[0]

@@ -31,6 +31,8 @@ WORDS: dict[str, str] = {
     "down": "What a worker receives per step. `ratio down` is fp32 bytes divided by these bytes.",
     "error feedback": "Each worker adds the error of its last payload, the residual, to its next "
     "gradient. Also called memory.",
+    "fragment": "A part of the model that is exchanged on its own, in turn with the others, during "
+    "a round of local steps (`--fragments`, Streaming DiLoCo).",
     "front": "The rows that no row of equal budget beats with as few bytes, by the interval of the "
     "paired difference (the Pareto front).",
     "hybrid sharding": "Each node holds the whole model, sharded over its ranks. Gradients are "

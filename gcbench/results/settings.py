@@ -117,9 +117,10 @@ class Settings(BaseModel):
         "method",
         changes_fp32=True,
     )
-    delay: Annotated[int, Field(ge=0, le=1, strict=True)] = setting(
+    delay: NotNegative = setting(
         0,
-        "1: apply each mean one step late (double buffering).",
+        "1: apply each mean one step late (double buffering). With local steps: steps until the "
+        "workers take it over.",
         COMPARED,
         "method",
         changes_fp32=True,
@@ -135,6 +136,20 @@ class Settings(BaseModel):
         0,
         "Optimizer steps of each worker before the difference of parameters is exchanged; 0: "
         "gradients at every step.",
+        COMPARED,
+        "method",
+        changes_fp32=True,
+    )
+    fragments: Positive = setting(
+        1,
+        "With local steps: parts of the model that are exchanged in turn (Streaming DiLoCo).",
+        COMPARED,
+        "method",
+        changes_fp32=True,
+    )
+    blend: Share = setting(
+        0.0,
+        "With local steps: share of a worker's own parameters that stays at each exchange.",
         COMPARED,
         "method",
         changes_fp32=True,

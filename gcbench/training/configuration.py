@@ -30,6 +30,7 @@ from gcbench.results.run_folder import RunFolder
 from gcbench.results.schema import SCHEMA
 from gcbench.results.settings import DEFAULTS, SET_FLAGS, Settings
 from gcbench.training import limits, rank
+from gcbench.training.fragments import Rounds
 
 
 class Config(Settings):
@@ -130,6 +131,8 @@ class Config(Settings):
             self._fits_local_steps()
         elif outer := [key for key in OUTER if getattr(self, key) != DEFAULTS[key]]:
             raise ValueError(f"{', '.join(outer)}: only --local-steps N has an outer step; add it")
+        elif self.delay > 1:
+            raise ValueError(f"delay={self.delay}: expected 0 or 1 without --local-steps N")
         if self.engine == "ddp":
             self._fits_ddp()
         elif self.hook != "gcbench" or self.bucket_mb != DEFAULTS["bucket_mb"]:
@@ -164,12 +167,22 @@ class Config(Settings):
             ValueError: with the reason.
         """
         reasons = {
-            "delay": "a delayed mean would revert the round trained meanwhile",
             "rebroadcast_every": "inside a round the workers' parameters differ",
         }
         for key, reason in reasons.items():
             if getattr(self, key):
                 raise ValueError(f"{key} with local_steps: {reason}; leave one of them out")
+        apart, rest = divmod(self.local_steps, self.fragments)
+        if rest or not apart:
+            raise ValueError(
+                f"fragments={self.fragments} with local_steps={self.local_steps}: expected a "
+                f"divisor of local_steps, or local_steps={self.fragments * max(1, apart)}"
+            )
+        if self.delay >= apart:
+            raise ValueError(
+                f"delay={self.delay}: the next exchange follows after {apart} step(s); expected "
+                "fewer"
+            )
         if self.gradients == "batched":
             raise ValueError(
                 "gradients=batched is one pass over common parameters, but with local_steps they "
@@ -228,10 +241,14 @@ class Config(Settings):
         """Return whether the workers exchange something after `step` (counted from 0).
 
         With local steps they do at every H-th step and at the last one: the last round may be
-        shorter.
+        shorter. With fragments they do P times as often.
         """
-        done = step + 1
-        return not self.local_steps or done % self.local_steps == 0 or done == self.steps
+        return not self.local_steps or bool(self.rounds.sent(step + 1))
+
+    @property
+    def rounds(self) -> Rounds:
+        """When parameters are exchanged with local steps."""
+        return Rounds(self.local_steps, self.fragments, self.delay, self.steps)
 
     @property
     def hash(self) -> str:
@@ -301,7 +318,7 @@ def hash_of(config: Mapping[str, Any]) -> str:
 TORCH_HOOKS = ("none", "fp16", "powersgd")
 """Methods with a comparable hook in torch. Its bf16 hook fails on the CPU; its quantization hooks
 implement other methods, and gather their scales uncompressed."""
-OUTER = ("outer_lr", "outer_momentum", "outer_nesterov")
+OUTER = ("outer_lr", "outer_momentum", "outer_nesterov", "fragments", "blend")
 """Settings of the outer optimizer, which applies the mean difference of parameters."""
 
 

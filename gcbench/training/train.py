@@ -10,7 +10,8 @@ gradients, and an outer SGD uses their mean as the gradient at x: with learning 
 momentum it averages the workers' parameters (McMahan et al. 2017, arXiv:1602.05629); with 0.7, 0.9
 and Nesterov momentum it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105, algorithm 1). All
 workers start the next round at the new x and keep their optimizer states. Evaluations, hashes and
-comparisons of replicas use x.
+comparisons of replicas use x. With `--fragments P` parts of the model are exchanged in turn
+(`fragments`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, preflight, sinks
+from gcbench.training import captures, configuration, fragments, preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.evaluation import evaluate
@@ -178,20 +180,27 @@ class Trainer:
     # -- layout ------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Order the parameters: compressed ones first, then those exchanged in fp32."""
+        """Order the parameters by fragment: compressed ones first, then those exchanged in fp32."""
         config = self.config
         named = dict(self.model.named_parameters())
         shapes = [tuple(p.shape) for p in named.values()]
         last = classifier(self.model) if config.dense_last else []
         dense = dense_tensors(list(named), shapes, config.dense_below, last)
-        order = sorted(range(len(dense)), key=lambda i: dense[i])  # stable: False before True
+        of = fragments.of_names(list(named), config.fragments)
+        kinds = list(zip(of, dense, strict=True))
+        order = sorted(range(len(kinds)), key=kinds.__getitem__)  # stable: False before True
         self.names = [list(named)[i] for i in order]
         self.parameters = [named[name] for name in self.names]
         self.sizes = [p.numel() for p in self.parameters]
         self.total = sum(self.sizes)
-        split = len(dense) - sum(dense)
-        ordered = [shapes[i] for i in order]
-        self.shapes = ordered[:split], ordered[split:]
+        self.groups = [
+            (fragment, exact, [shapes[i] for i in order if kinds[i] == (fragment, exact)])
+            for fragment, exact in sorted(set(kinds))
+        ]
+        """Parameters of each lane: their fragment, whether they stay in fp32, their shapes."""
+        ends = [sum(each <= fragment for each in of) for fragment in range(config.fragments)]
+        self.fragments = [slice(*pair) for pair in pairwise([0, *ends])]
+        """The range of each fragment's parameters."""
         self.decayed = [self.task.decayed(name) for name in self.names]
 
     def _ordered(self, replica: nn.Module) -> list[nn.Parameter]:
@@ -203,7 +212,10 @@ class Trainer:
         plan = self.options.capture
         if plan is None:
             return None
-        kinds, shapes = captures.kinds(self.model), [*self.shapes[0], *self.shapes[1]]
+        kinds, shapes = (
+            captures.kinds(self.model),
+            [one for _, _, each in self.groups for one in each],
+        )
         layers = [
             captures.Layer(name, kinds[name], shape)
             for name, shape in zip(self.names, shapes, strict=True)
@@ -216,12 +228,11 @@ class Trainer:
         """Return the lanes of the bucket from `step` until the next stage."""
         config, carried = self.config, self.config.make_memory()
         method, start, lanes = config.make_compressor(step), 0, []
-        for shapes, dense in zip(self.shapes, (False, True), strict=True):
-            if shapes:
-                exact = dense or step < config.start_step
-                way = (method, config.collective, carried)
-                lanes.append(lane_of(shapes, start, *way, exact=exact))
-                start += lanes[-1].segments.numel
+        for _, dense, shapes in self.groups:
+            exact = dense or step < config.start_step
+            way = (method, config.collective, carried)
+            lanes.append(lane_of(shapes, start, *way, exact=exact))
+            start += lanes[-1].segments.numel
         return lanes
 
     def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -346,8 +357,12 @@ class Trainer:
                 )
         return True
 
-    def _check_mean(self, mean: Tensor, buckets: list[Tensor]) -> None:
+    def _check_mean(
+        self, mean: Tensor, buckets: Sequence[Tensor], which: slice = slice(None)
+    ) -> None:
         """Check that the mean of finite gradients of moderate magnitude is finite.
+
+        `which`: the range of their parameters.
 
         Raises:
             DivergedError: it is not; the message names the method and the layer.
@@ -356,7 +371,7 @@ class Trainer:
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
             return  # sums of such gradients may overflow; the next step detects it
-        pieces = zip(self.names, torch.split(mean, self.sizes), strict=True)
+        pieces = zip(self.names[which], torch.split(mean, self.sizes[which]), strict=True)
         layer = next(name for name, piece in pieces if not piece.isfinite().all())
         name = registry.spec(self.config.compressor)
         raise DivergedError(
@@ -431,19 +446,32 @@ class Trainer:
             descend(local.optimizer, local.parameters, gradient, lr)
 
         self.clock.workers("update", self.world.map(self.clock.timed(advance)))
-        if not config.exchanges_at(self.step):
-            return
+        rounds, done = config.rounds, self.step + 1
+        if sent := rounds.sent(done):
+            with self.clock.phase("update"):
+                for local, bucket in zip(self.local, self.buckets, strict=True):
+                    local.difference(out=bucket)
+            self._all_finite(self.buckets, "difference of parameters")
+            lanes = [i for i, (fragment, *_) in enumerate(self.groups) if fragment in sent]
+            mean = self.exchange.mean(self.buckets, self.step, config.outer_lr, lanes)
+            for fragment in sent:
+                self._outer_step(self.fragments[fragment], mean)
+            with self.clock.phase("update"):
+                self.average.update(self.step, self.step % rounds.apart + 1)
         with self.clock.phase("update"):
-            for local, bucket in zip(self.local, self.buckets, strict=True):
-                local.difference(out=bucket)
-        self._all_finite(self.buckets, "difference of parameters")
-        mean = self.exchange.mean(self.buckets, self.step, config.outer_lr)
-        self._check_mean(mean, self.buckets)
+            for fragment in rounds.taken(done):
+                for local in self.local:
+                    local.take_over(self.fragments[fragment], config.blend)
+
+    def _outer_step(self, which: slice, mean: Tensor) -> None:
+        """Run the outer optimizer's step of a range of parameters."""
+        start = sum(self.sizes[: which.start])
+        place = slice(start, start + sum(self.sizes[which]))
+        self._check_mean(mean[place], [bucket[place] for bucket in self.buckets], which)
         with self.clock.phase("update"):
-            descend(self.optimizer, self.parameters, mean, config.outer_lr)
-            self.average.update(self.step, self.step % config.local_steps + 1)
-            for local in self.local:
-                local.restart()
+            descend(self.optimizer, self.parameters[which], mean[place], self.config.outer_lr)
+            for parameter in self.parameters[which]:
+                parameter.grad = None
 
     def _apply(self, mean: Tensor) -> None:
         """Update the parameters with this step's mean.
@@ -675,7 +703,9 @@ class Trainer:
                 exchange.change(self._lanes(start))
         late = None if state["late"] is None else state["late"].to(self.device)
         self.late = None if late is None else fitting(late, self.buckets[0])
-        if (self.late is None) == (self.config.delay > 0 and self.step > self.skipped):
+        if (self.late is None) == (
+            self.config.delay > 0 and not self.local and self.step > self.skipped
+        ):
             raise ValueError("the delayed mean is missing or unexpected")
         for i, (rank, replica) in enumerate(zip(self.world.ranks, self.replicas, strict=True)):
             worker = state["workers"][rank]

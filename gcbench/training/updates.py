@@ -152,10 +152,16 @@ class LocalSteps:
             torch.sub(common.view(-1), local.view(-1), out=piece)
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Start the next round at the common parameters; the optimizer keeps its state."""
-        for common, local in zip(self.common, self.parameters, strict=True):
-            local.copy_(common)
+    def take_over(self, which: slice, blend: float) -> None:
+        """Set parameters to `blend` times their own values plus 1 - `blend` times the common ones.
+
+        The optimizer keeps its state.
+        """
+        for common, local in zip(self.common[which], self.parameters[which], strict=True):
+            if blend:
+                local.mul_(blend).add_(common, alpha=1 - blend)
+            else:
+                local.copy_(common)
 
     def state(self) -> dict[str, Any]:
         """Return the parameters and the optimizer's moments, on the CPU."""

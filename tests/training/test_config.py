@@ -324,7 +324,7 @@ BAD = {
     "--compressor topk --set ratio=0:0.1/9:7": "ratio=7.0",
     "--compressor topk --set ratio=0:0.1/x:7": "ratio='0:0.1/x:7': input should be a valid number",
     "--compressor randomk --set scaled=0:false/9:true --memory residual": "--memory none",
-    "--delay 2": "delay=2: input should be less than or equal to 1",
+    "--delay 2": "delay=2: expected 0 or 1 without --local-steps",
     "--start-step -1": "start_step=-1",
     "--rebroadcast-every x": "rebroadcast_every='x'",
 }

@@ -193,15 +193,20 @@ def test_a_phase_of_some_steps_has_no_median_of_zero():
 SHORT = {"task": "digits", "steps": 10, "workers": 2, "eval_every": 5, "batch": 32}
 CASES = {
     "diloco": {"compressor": "int8", "local_steps": 3, "optimizer": "adam", "lr": 1e-3, **DILOCO},
+    "streaming": {
+        **{"compressor": "int8", "memory": "residual", "local_steps": 4, "momentum": 0.9},
+        **{"fragments": 2, "delay": 1, "blend": 0.5, **DILOCO},
+    },
     "sparse": {"compressor": "sparseloco", "local_steps": 4, "momentum": 0.9},
     "low rank": {"compressor": "powersgd", "local_steps": 2, "start_step": 3},
 }
 
 
-def test_processes_do_what_the_simulation_does(tmp_path):
+@pytest.mark.parametrize("case", ["diloco", "streaming"])
+def test_processes_do_what_the_simulation_does(tmp_path, case):
     result = []
     for engine in ("simulate", "spawn"):
-        config = Config.make({**SHORT, **CASES["diloco"], "engine": engine, "threads": 1})
+        config = Config.make({**SHORT, **CASES[case], "engine": engine, "threads": 1})
         run = Run(tmp_path / engine)
         run.create()
         run.start(config.model_dump(mode="json"), configuration.provenance(config))
@@ -268,7 +273,6 @@ def test_the_recorded_command_says_all_of_it():
 
 
 REFUSED = {
-    "delay": ({"delay": 1}, "delay with"),
     "rebroadcast": ({"rebroadcast_every": 2}, "rebroadcast_every with"),
     "batched": ({"gradients": "batched"}, "gradients=loop"),
     "skip": ({"on_nonfinite": "skip"}, "on_nonfinite=stop"),

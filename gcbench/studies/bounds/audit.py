@@ -300,11 +300,17 @@ class Audited(Exchange):
         super().__init__(world, [lane], seed, clock)
         self.audit = Audit(lane, world.size)
 
-    def mean(self, buckets: Sequence[Tensor], step: int, lr: float = 1.0) -> Tensor:
+    def mean(
+        self,
+        buckets: Sequence[Tensor],
+        step: int,
+        lr: float = 1.0,
+        which: Sequence[int] | None = None,
+    ) -> Tensor:
         """Return the mean as `Exchange.mean` does, and add the step to the audit."""
         factor = 1.0 if self.lr is None else self.lr / lr
         before = [factor * state for state in self._residuals()]
-        arrived = super().mean(buckets, step, lr)
+        arrived = super().mean(buckets, step, lr, which)
         key = Key(self.seed, step, 0, self.lanes[0].start, purposes.ENCODE)
         self.audit.add(buckets, arrived, before, self._residuals(), key, factor)
         return arrived

@@ -133,7 +133,7 @@ class Watch:
     def start(self, trainer: Trainer) -> None:
         """Attach to a trainer; UsageError for weights that it does not have."""
         self.trainer = trainer
-        self.shapes = trainer.shapes[0]
+        self.shapes = [s for _, exact, shapes in trainer.groups if not exact for s in shapes]
         self.segments = Segments.of(self.shapes)
         self.weights = locate(self.plan.weights or chosen(trainer.names, self.shapes), trainer)
 
