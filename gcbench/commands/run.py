@@ -149,6 +149,8 @@ def run(
     for key, value in settings.items():
         if key not in SET_FLAGS:
             options[key] = grid.value(value) if isinstance(value, str) else value
+    if suite is None and config is None and (member := rank.from_torchrun()) is not None:
+        options.setdefault("workers", member.size)
     chosen = None if suite is None else suites.load(suite)
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
     runner_ = runner.Runner(

@@ -79,7 +79,7 @@ class Settings(BaseModel):
         "method",
         flag="--set",
     )
-    workers: Positive = setting(4, "Number of workers.", COMPARED)
+    workers: Positive = setting(4, "Number of workers. Under torchrun: its processes.", COMPARED)
     engine: Literal["simulate", "spawn", "torchrun", "ddp"] = setting(
         "simulate", "simulate, spawn or ddp; torchrun is detected.", COMPARED, "place", bare=True
     )
