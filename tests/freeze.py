@@ -493,7 +493,7 @@ def _wrong(compressors: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]
             yield ("run", "--compressor", each["name"], "--memory", "residual")
             break
     for each in compressors:
-        if illegal := {"allreduce", "allgather", "twoshot"} - set(each["collectives"]):
+        if illegal := {"allreduce", "allgather", "twoshot", "ring"} - set(each["collectives"]):
             yield ("run", "--compressor", each["name"], "--collective", min(illegal))
             break
     yield ("compare", "nonesuch")

@@ -57,6 +57,8 @@ WORDS: dict[str, str] = {
     "reduce-scatter": "A collective after which every worker has the sum of one part of the "
     "gradient.",
     "residual": "The part of a gradient that the payload did not carry; see error feedback.",
+    "ring": "An exchange in which a partial sum travels from worker to worker and is encoded again "
+    "at each hop. Its error grows with the number of workers; that of two-shot does not.",
     "seed": "The number from which all random numbers of a run follow: weights, batches, "
     "rounding. Rows are means over seeds.",
     "segment": "A part of the gradient with its own scale: a tensor, the whole model, or a fixed "
