@@ -860,6 +860,11 @@ class Exchange:
 
     def _ring(self, number: int, whole: Piece, xs: Sequence[Tensor], out: Tensor) -> None:
         world, lane = self.world, self.lanes[number]
+        if whole.ctx.shared.numel():
+            raise UsageError(
+                f"{lane.compressor!r} shares a statistic of the gradients, which partial sums "
+                "exceed: it cannot declare collective ring"
+            )
         size, bounds = world.size, lane.bounds(world.size)
         shards = [whole.shard(*edges) for edges in pairwise(bounds)]
         received: list[Payload | None] = [None] * len(xs)
@@ -930,19 +935,19 @@ class Exchange:
         world, method = self.world, self.lanes[number].compressor
         arriving = [shards[(rank - 1 - hop) % world.size] for rank in world.ranks]
         layouts = [codec.layout(method, shard.segments) for shard in arriving]
-        known = [layout for layout in layouts if layout is not None]
-        if len(known) < len(layouts):
+        complete = [layout for layout in layouts if layout is not None]
+        if len(complete) < len(layouts):
             headers = [_header(payload, world.device) for payload in sent]
             sizes = [header.numel() for header in headers]
-            known = [_layout(sent[0], header) for header in world.shift(headers, sizes)]
+            complete = [_layout(sent[0], header) for header in world.shift(headers, sizes)]
         contributions = [
             self.buffers.bytes((number, ("hop", hop % 2), i), payload.nbytes)
             for i, payload in enumerate(sent)
         ]
-        sizes = [*map(layout_bytes, known)]
+        sizes = [*map(layout_bytes, complete)]
         room = self._room((number, "passed on"), sizes[0])
         received = world.shift(contributions, sizes, out=room)
-        return [*map(Payload.over, received, known)]
+        return [*map(Payload.over, received, complete)]
 
     def _to_owners(
         self, number: int, whole: Piece, xs: Sequence[Tensor], prepared: Sequence[Any]

@@ -171,3 +171,14 @@ def test_all_workers_apply_what_the_owner_sent(simulated, clock):
     total = mean * 4
     assert torch.equal(total, total.bfloat16().float())
     assert not torch.equal(total, sum(xs))
+
+
+class Shared(type(gcbench.get_compressor("terngrad"))):
+    """Lists the ring, but has one scale for all workers."""
+
+    collectives = ("ring",)
+
+
+def test_a_statistic_of_all_workers_is_refused(simulated, clock):
+    with pytest.raises(UsageError, match="partial sums exceed"):
+        run(simulated, clock, Shared(), "ring", integers(3, 3000))
