@@ -80,6 +80,8 @@ class Lane:
     Empty: the tiles of the lane are distributed evenly (`shard_bounds`).
     """
     rule: UpdateRule = field(default_factory=UpdateRule)
+    trim: int = 0
+    """Values of each element that the mean leaves out at both ends (`codec.trimmed_mean`)."""
 
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
@@ -119,15 +121,46 @@ def lane_of(
     memory: Memory,
     *,
     exact: bool,
+    trim: int = 0,
 ) -> Lane:
     """Return the lane of tensors of these shapes, laid out consecutively from `start`.
 
-    `exact`: exchange them in fp32 by an all-reduce, see `exact_or`, not by method and collective.
+    `exact`: exchange them in fp32 by an all-reduce (by an all-gather if `trim` is not 0), see
+    `exact_or`, not by method and collective.
     """
     compressor, carried = exact_or(method, memory, exact=exact)
-    way, rule = ("allreduce", method.rule.dense()) if exact else (collective, method.rule)
+    way, rule = collective, method.rule
+    if exact:
+        way, rule = "allgather" if trim else "allreduce", method.rule.dense()
     segments = Segments.of(shapes, compressor.granularity)
-    return Lane(compressor, way, start, segments, carried, rule=rule)
+    return Lane(compressor, way, start, segments, carried, rule=rule, trim=trim)
+
+
+def check_trim(
+    trim: int, method: Compressor, collective: str, memory: Memory, workers: int
+) -> None:
+    """Check that a trimmed mean is defined for this exchange.
+
+    Raises:
+        UsageError: a value is out of range, or payloads are added before one can be left out.
+    """
+    if not trim:
+        return
+    if 2 * trim >= workers:
+        raise UsageError(
+            f"trim={trim} leaves no values of {workers} workers: expected at most "
+            f"{(workers - 1) // 2}"
+        )
+    if method.claims.aggregate != "mean" or not method.rule.plain or memory.joint:
+        raise UsageError(
+            f"trim={trim}: {method!r} with this memory applies something other than a mean of "
+            "payloads. Leave trim out, or use another method"
+        )
+    if collective != "allgather" and not (collective == "twoshot" and requantizes(method)):
+        raise UsageError(
+            f"trim={trim}: {method!r} by {collective} adds payloads before any can be left out. "
+            "Use --collective allgather"
+        )
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:
@@ -834,7 +867,7 @@ class Exchange:
             layouts = [codec.layout(method, whole.segments)] * world.size
             gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
-            codec.mean(method, gathered, whole.ctx._replace(out=out))
+            self._average(number, gathered, whole.ctx._replace(out=out))
 
     def _twoshot(
         self,
@@ -968,7 +1001,13 @@ class Exchange:
     def _owned(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Tensor:
         """Return the mean of local worker i's shard, float32, in a buffer of the exchange."""
         out = self.buffers.floats((number, "owned", i), shard.segments.numel)
-        return codec.mean(self.lanes[number].compressor, payloads, shard.ctx._replace(out=out))
+        return self._average(number, payloads, shard.ctx._replace(out=out))
+
+    def _average(self, number: int, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        lane = self.lanes[number]
+        if lane.trim:
+            return codec.trimmed_mean(lane.compressor, payloads, lane.trim, ctx)
+        return codec.mean(lane.compressor, payloads, ctx)
 
     def _merge(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Payload:
         """Return local worker i's merged shard, stored in the worker's second send buffer."""
