@@ -342,7 +342,7 @@ def test_bad_settings_are_refused_in_one_line(flags):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepz: 5\n", "unknown setting 'stepz'. Did you mean 'steps'? Known: backend, batch"),
+        ("stepz: 5\n", "unknown setting 'stepz'. Did you mean 'steps'? Known: adversaries, attack"),
         ("5: 5\n", "key 5"),
         ("steps: [1, 2\nlr: }", "not valid YAML: while parsing"),
         ("\x00", "not valid YAML"),
