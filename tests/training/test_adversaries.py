@@ -77,8 +77,8 @@ def test_a_trimmed_mean_by_hand(workers, trim):
 def accuracy(**settings) -> float:
     """Return the accuracy of a short run; 0 if it diverges."""
     words = ("run", "--task", "digits", "--workers", 7, "--batch", 70, "--steps", 60, "--lr", 0.01)
-    given = itertools.chain(*((f"--{key}", value) for key, value in settings.items()))
-    done = invoke(*words, *given, "--json")
+    flags = itertools.chain(*((f"--{key}", value) for key, value in settings.items()))
+    done = invoke(*words, *flags, "--json")
     return done.json["test_accuracy"] if done.code == 0 else 0.0
 
 

@@ -206,8 +206,8 @@ class Recorder:
         if module is None:
             return []
         if self.steps == 1 or self.steps % self.every == 0:
-            found = [each for each in gc.get_objects() if issubclass(type(each), module.Hook)]
-            self.references = [weakref.ref(each) for each in found]
+            hooks = [each for each in gc.get_objects() if issubclass(type(each), module.Hook)]
+            self.references = [weakref.ref(each) for each in hooks]
         alive = [hook for reference in self.references if (hook := reference()) is not None]
         return [{"hook": repr(hook), "wire": hook.traffic.wire} for hook in alive]
 
