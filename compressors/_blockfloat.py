@@ -22,7 +22,7 @@ class BlockFloat(Compressor):
 
     rounding: str = "nearest"  # or "stochastic"
 
-    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     element: ClassVar[Element]
     scratch = True
     variants = ({}, {"rounding": "stochastic"})

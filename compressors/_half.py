@@ -23,7 +23,7 @@ class HalfPrecision(Compressor):
     unit: ClassVar[float]  # unit roundoff
     half_step: ClassVar[float]  # half the distance between adjacent denormals
 
-    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         return ops.half.encode(x, self.dtype, out=ctx.part(0))

@@ -53,7 +53,7 @@ class Eden(Compressor):
     scale: str = "unbiased"  # or "least", the least error
     granularity: int | str = 1024  # elements per block; or "tensor", "model", "column"
 
-    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     scratch = True
     variants = (
         {},

@@ -48,7 +48,7 @@ class Fp8(Compressor):
 
     granularity: str | int = 256  # elements per block; or "tensor", "model", "column"
 
-    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     scratch = True
     variants = ({}, {"granularity": "tensor"})
 

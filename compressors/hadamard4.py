@@ -49,7 +49,7 @@ class Hadamard4(Compressor):
 
     granularity: str | int = 128  # elements per block; or "tensor", "model", "column"
 
-    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     scratch = True
     variants = ({}, {"granularity": 100})
 

@@ -48,7 +48,7 @@ class Int8(Compressor):
     rounding: str = "nearest"  # or "stochastic"
     granularity: str | int = 256  # elements per block; or "tensor", "model", "column"
 
-    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     variants = ({}, {"rounding": "stochastic"}, {"granularity": "tensor"})
 
     def __post_init__(self) -> None:

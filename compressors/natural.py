@@ -38,7 +38,7 @@ from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload,
 class Natural(Compressor):
     """Powers of two; a code is the sign and the 8 bits of a float32's exponent."""
 
-    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "ring")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         return ops.natural.encode(x, ctx.key, out=ctx.part(0))

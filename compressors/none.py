@@ -38,7 +38,7 @@ from gcbench.core.compressor import (
 class NoCompression(Compressor):
     """The gradient in float32. A payload of `count` workers is their sum."""
 
-    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot")
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce", "allgather", "twoshot", "ring")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         return x.contiguous()

@@ -51,7 +51,7 @@ class QSGD(Compressor):
     granularity: int | str = 512  # the bucket; or "tensor", "column", "model"
     coding: str = "fixed"  # or "omega-dense", "omega-sparse"
 
-    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "ring")
     variants = (
         {},
         {"levels": 1, "granularity": "tensor"},

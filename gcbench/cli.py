@@ -36,6 +36,7 @@ from gcbench.commands.netlab import netlab
 from gcbench.commands.predict import predict
 from gcbench.commands.report import report
 from gcbench.commands.run import run
+from gcbench.commands.watch import watch
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
 
@@ -147,6 +148,7 @@ app.command()(bandwidth)
 app.command()(predict)
 app.command()(advise)
 app.command()(netlab)
+app.command()(watch)
 app.command()(report)
 app.command(name="help")(help_)
 

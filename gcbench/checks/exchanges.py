@@ -19,6 +19,7 @@ from gcbench.core.compressor import (
     Context,
     MultiRoundCompressor,
     Segments,
+    reencodes,
     requantizes,
 )
 from gcbench.core.exchange import Exchange, Lane
@@ -161,10 +162,13 @@ def exact_mean(
     """Return the workers' integers of a family that `method` transmits exactly, and their mean.
 
     All float32, shape (n,). For a vote the mean is the majority's sign, and NaN at ties, where
-    nothing is promised.
+    nothing is promised. In a ring one worker has integers and the others have zeros, because
+    partial sums of several need not be values that the method transmits exactly.
     """
-    alike = (collective == "twoshot" and requantizes(method)) or family.startswith("rank")
+    alike = reencodes(method, collective) or family.startswith("rank")
     xs = [inputs.EXACT[family](segments, 0 if alike else rank) for rank in range(workers)]
+    if collective == "ring":
+        xs = [x if rank == workers // 2 else torch.zeros_like(x) for rank, x in enumerate(xs)]
     total = torch.stack(xs).sum(0)
     if method.claims.aggregate == "vote":
         return xs, torch.where(total != 0, total.sign(), torch.nan)
@@ -190,11 +194,11 @@ def count_inexact(
 def collectives(method: Compressor) -> Measurement:
     """All collectives give the same mean, bit for bit, of workers of unequal scale.
 
-    A two-shot exchange that encodes the mean again is left out. The mean equals that of an
+    Collectives that encode means or partial sums again are left out. The mean equals that of an
     all-gather, up to rounding, even if the method does not list it.
     """
     legal = method.legal_collectives()
-    compared = [name for name in legal if name != "twoshot" or not requantizes(method)]
+    compared = [name for name in legal if not reencodes(method, name)]
     undefined = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
     if not compared or (len(compared) == 1 and (undefined or compared == ["allgather"])):
         raise NotDeclaredError("a single collective, or one that encodes the mean again")

@@ -150,6 +150,23 @@ def mean(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Tenso
     return _tensor(method, "mean", result, ctx)
 
 
+def trimmed_mean(
+    method: Compressor, payloads: Sequence[Payload], trim: int, ctx: Context
+) -> Tensor:
+    """Like `mean`, without the `trim` largest and smallest decoded values of each element.
+
+    Each payload is of one worker; there are more than 2 * trim. Yin et al., ICML 2018,
+    arXiv:1803.01498, definition 2.
+    """
+    rows = [decode(method, payload, ctx._replace(out=None)).clone() for payload in payloads]
+    for turn in range(len(rows)):  # sort each element over the workers, by neighbours
+        for i in range(turn % 2, len(rows) - 1, 2):
+            low = torch.minimum(rows[i], rows[i + 1])
+            rows[i], rows[i + 1] = low, torch.maximum(rows[i], rows[i + 1])
+    middle = rows[trim : len(rows) - trim]
+    return torch.mean(torch.stack(middle), 0, out=ctx.out)
+
+
 def merge(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Payload:
     """Return one payload for the mean of several, in `ctx.parts` if given.
 

@@ -54,10 +54,11 @@ __all__ = [
     "fuses_feedback",
     "layout_bytes",
     "overrides",
+    "reencodes",
     "requantizes",
 ]
 
-COLLECTIVES = ("allreduce", "allgather", "twoshot")
+COLLECTIVES = ("allreduce", "allgather", "twoshot", "ring")
 Parts: TypeAlias = Tensor | tuple[Tensor, ...] | Payload
 """What an encoder returns: the parts of a payload, 1-D tensors; or one tensor, if there is one."""
 
@@ -330,6 +331,11 @@ def overrides(method: Compressor, function: str) -> bool:
 def requantizes(method: Compressor) -> bool:
     """Return whether `merge` encodes the mean again, which adds an error (the default)."""
     return not (overrides(method, "merge") or isinstance(method, MultiRoundCompressor))
+
+
+def reencodes(method: Compressor, collective: str) -> bool:
+    """Return whether this collective encodes means or partial sums, not only gradients."""
+    return collective == "ring" or (collective == "twoshot" and requantizes(method))
 
 
 def cuttable(method: Compressor) -> bool:

@@ -7,10 +7,16 @@ allreduce: the collective sums payloads in an addable form; the sum is decoded o
 allgather: every worker receives all payloads and computes their mean.
 twoshot: shards go to their owners (all-to-all); each owner merges its shard and all-gathers the
     result: a sharded parameter server.
+ring: a shard travels from worker to worker; each decodes the partial sum, adds its own gradient and
+    encodes again. The last one, the owner, all-gathers the sum. All workers, the owner included,
+    decode that payload, so their bits are equal. With an unbiased code of relative error D and
+    independent gradients of equal norm, the sum has the relative error D (N + 1) / 2; two-shot has
+    2 D. Each worker encodes each shard once: its payloads together have the size of one payload.
 
 The memory of a lane (`gcbench.core.memory`) transforms the gradient before it is encoded. It
-receives the decoded form of the payload that was actually sent, which only this module computes.
-With a memory that has residuals, an owner that encodes the mean again keeps that error, too.
+receives the decoded form of the payload that was actually sent, which only this module computes; in
+a ring, the decoded partial sum that it sent less the one that it received. With a memory that has
+residuals, an owner that encodes the mean again keeps that error, too.
 
 Buffers live as long as the exchange: after the first steps it allocates no large tensor. A worker's
 payloads are views of one send buffer, so they are neither concatenated before sending nor copied
@@ -41,7 +47,7 @@ from gcbench.core.compressor import (
     requantizes,
 )
 from gcbench.core.errors import UsageError
-from gcbench.core.memory import Memory, for_method
+from gcbench.core.memory import Memory, for_method, of
 from gcbench.core.payload import (
     TILE,
     Context,
@@ -74,6 +80,8 @@ class Lane:
     Empty: the tiles of the lane are distributed evenly (`shard_bounds`).
     """
     rule: UpdateRule = field(default_factory=UpdateRule)
+    trim: int = 0
+    """Values of each element that the mean leaves out at both ends (`codec.trimmed_mean`)."""
 
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
@@ -113,15 +121,46 @@ def lane_of(
     memory: Memory,
     *,
     exact: bool,
+    trim: int = 0,
 ) -> Lane:
     """Return the lane of tensors of these shapes, laid out consecutively from `start`.
 
-    `exact`: exchange them in fp32 by an all-reduce, see `exact_or`, not by method and collective.
+    `exact`: exchange them in fp32 by an all-reduce (by an all-gather if `trim` is not 0), see
+    `exact_or`, not by method and collective.
     """
     compressor, carried = exact_or(method, memory, exact=exact)
-    way, rule = ("allreduce", method.rule.dense()) if exact else (collective, method.rule)
+    way, rule = collective, method.rule
+    if exact:
+        way, rule = "allgather" if trim else "allreduce", method.rule.dense()
     segments = Segments.of(shapes, compressor.granularity)
-    return Lane(compressor, way, start, segments, carried, rule=rule)
+    return Lane(compressor, way, start, segments, carried, rule=rule, trim=trim)
+
+
+def check_trim(
+    trim: int, method: Compressor, collective: str, memory: Memory, workers: int
+) -> None:
+    """Check that a trimmed mean is defined for this exchange.
+
+    Raises:
+        UsageError: a value is out of range, or payloads are added before one can be left out.
+    """
+    if not trim:
+        return
+    if 2 * trim >= workers:
+        raise UsageError(
+            f"trim={trim} leaves no values of {workers} workers: expected at most "
+            f"{(workers - 1) // 2}"
+        )
+    if method.claims.aggregate != "mean" or not method.rule.plain or memory.joint:
+        raise UsageError(
+            f"trim={trim}: {method!r} with this memory applies something other than a mean of "
+            "payloads. Leave trim out, or use another method"
+        )
+    if collective != "allgather" and not (collective == "twoshot" and requantizes(method)):
+        raise UsageError(
+            f"trim={trim}: {method!r} by {collective} adds payloads before any can be left out. "
+            "Use --collective allgather"
+        )
 
 
 def check_legal(compressor: Compressor, collective: str | None = None) -> str:
@@ -137,11 +176,25 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
     if collective not in COLLECTIVES:
         raise UsageError(f"collective {collective!r}: allowed are {', '.join(COLLECTIVES)}")
     if collective not in legal:
+        why = _why_no_ring(compressor) if collective == "ring" else "its mean would be wrong"
         raise UsageError(
-            f"{compressor!r} does not support collective {collective}: its mean would be wrong. "
+            f"{compressor!r} does not support collective {collective}: {why}. "
             f"Legal: {', '.join(legal)}"
         )
     return collective
+
+
+def _why_no_ring(method: Compressor) -> str:
+    """Return why partial sums of this method's payloads cannot be encoded at each hop."""
+    if method.claims.aggregate != "mean" or not method.rule.plain:
+        return "it does not apply a mean, so it has no partial sums"
+    if isinstance(method, MultiRoundCompressor):
+        return "it exchanges in rounds of all-reduce"
+    if not requantizes(method):
+        return "it has its own merge of payloads; a ring would encode partial sums again"
+    if of(method).feedback:
+        return "its error feedback is for gradients, and each hop would drop most of a partial sum"
+    return "it does not declare that partial sums can be encoded again"
 
 
 def shard_bounds(n: int, workers: int) -> list[int]:
@@ -663,6 +716,8 @@ class Exchange:
                     self._allgather(number, whole, [payloads[0] for payloads in sent], out)
                 case "twoshot":
                     self._twoshot(number, whole, xs, prepared, out)
+                case "ring":
+                    self._ring(number, whole, xs, out)
                 case other:
                     raise ValueError(f"collective {other!r}: expected {', '.join(COLLECTIVES)}")
         with self.clock.phase("decode"):
@@ -820,7 +875,7 @@ class Exchange:
             layouts = [codec.layout(method, whole.segments)] * world.size
             gathered = self._gather(number, "sent", payloads, layouts, [1] * world.size)
         with self.clock.phase("decode"):
-            codec.mean(method, gathered, whole.ctx._replace(out=out))
+            self._average(number, gathered, whole.ctx._replace(out=out))
 
     def _twoshot(
         self,
@@ -844,6 +899,97 @@ class Exchange:
             for payload, shard in zip(gathered, shards, strict=True):
                 codec.decode(method, payload, shard.ctx._replace(out=out[shard.place]))
 
+    def _ring(self, number: int, whole: Piece, xs: Sequence[Tensor], out: Tensor) -> None:
+        world, lane = self.world, self.lanes[number]
+        if whole.ctx.shared.numel():
+            raise UsageError(
+                f"{lane.compressor!r} shares a statistic of the gradients, which partial sums "
+                "exceed: it cannot declare collective ring"
+            )
+        size, bounds = world.size, lane.bounds(world.size)
+        shards = [whole.shard(*edges) for edges in pairwise(bounds)]
+        received: list[Payload | None] = [None] * len(xs)
+
+        def encode(hop: int) -> list[Payload]:
+            return self._workers(
+                "encode", lambda i: self._hop(number, i, hop, xs[i], shards, received[i])
+            )
+
+        for hop in range(1, size):
+            sent = encode(hop)
+            with self.clock.phase("communicate"):
+                received[:] = self._pass_on(number, hop, sent, shards)
+        finished = encode(size)
+        if lane.memory.feedback and not lane.fused:
+            ctx = whole.ctx._replace(segments=lane.segments)
+            self._workers(
+                "encode",
+                lambda i: lane.memory.keep(
+                    xs[i],
+                    self.buffers.floats((number, "contributed", i), xs[i].numel()),
+                    self._of_memory(number, i, ctx),
+                ),
+            )
+        with self.clock.phase("communicate"):
+            layouts = [codec.layout(lane.compressor, shard.segments) for shard in shards]
+            gathered = self._gather(number, ("hop", size % 2), finished, layouts, [1] * size)
+        with self.clock.phase("decode"):
+            for payload, shard in zip(gathered, shards, strict=True):
+                codec.decode(lane.compressor, payload, shard.ctx._replace(out=out[shard.place]))
+            out.div_(out.new_tensor(float(size)))  # as in `Compressor.mean`
+
+    def _hop(
+        self,
+        number: int,
+        i: int,
+        hop: int,
+        x: Tensor,
+        shards: Sequence[Piece],
+        received: Payload | None,
+    ) -> Payload:
+        """Return the payload of local worker i in a hop of the ring; that of hop N is finished.
+
+        `received`: the payload of the previous hop, a partial sum without worker i's gradient.
+        """
+        world, lane = self.world, self.lanes[number]
+        rank, state = world.ranks[i], self.workers[i][number]
+        shard = shards[(rank - hop) % world.size]
+        name = (number, ("hop", hop % 2), i)  # the next worker still reads the previous payload
+        ctx, added = shard.of(rank), x[shard.place]
+        if received is not None:
+            partial = self.buffers.floats((number, "partial", i), shard.segments.numel)
+            added = codec.decode(lane.compressor, received, shard.ctx._replace(out=partial)) + added
+        if lane.fused:
+            left = state["residual"][shard.place]
+            return self._payloads(lane, name, [added], [ctx], residuals=[left])[0]
+        payload = self._payloads(lane, name, [added], [ctx])[0]
+        if lane.memory.feedback:
+            whole = self.buffers.floats((number, "contributed", i), x.numel())
+            torch.sub(self._decoded(lane, [payload], [ctx]), added, out=whole[shard.place])
+            whole[shard.place] += x[shard.place]
+        return payload
+
+    def _pass_on(
+        self, number: int, hop: int, sent: Sequence[Payload], shards: Sequence[Piece]
+    ) -> list[Payload]:
+        """Send each local worker's payload to the next worker; return those received."""
+        world, method = self.world, self.lanes[number].compressor
+        arriving = [shards[(rank - 1 - hop) % world.size] for rank in world.ranks]
+        layouts = [codec.layout(method, shard.segments) for shard in arriving]
+        complete = [layout for layout in layouts if layout is not None]
+        if len(complete) < len(layouts):
+            headers = [_header(payload, world.device) for payload in sent]
+            sizes = [header.numel() for header in headers]
+            complete = [_layout(sent[0], header) for header in world.shift(headers, sizes)]
+        contributions = [
+            self.buffers.bytes((number, ("hop", hop % 2), i), payload.nbytes)
+            for i, payload in enumerate(sent)
+        ]
+        sizes = [*map(layout_bytes, complete)]
+        room = self._room((number, "passed on"), sizes[0])
+        received = world.shift(contributions, sizes, out=room)
+        return [*map(Payload.over, received, complete)]
+
     def _to_owners(
         self, number: int, whole: Piece, xs: Sequence[Tensor], prepared: Sequence[Any]
     ) -> tuple[list[Piece], list[list[Payload]]]:
@@ -863,7 +1009,13 @@ class Exchange:
     def _owned(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Tensor:
         """Return the mean of local worker i's shard, float32, in a buffer of the exchange."""
         out = self.buffers.floats((number, "owned", i), shard.segments.numel)
-        return codec.mean(self.lanes[number].compressor, payloads, shard.ctx._replace(out=out))
+        return self._average(number, payloads, shard.ctx._replace(out=out))
+
+    def _average(self, number: int, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        lane = self.lanes[number]
+        if lane.trim:
+            return codec.trimmed_mean(lane.compressor, payloads, lane.trim, ctx)
+        return codec.mean(lane.compressor, payloads, ctx)
 
     def _merge(self, number: int, i: int, payloads: Sequence[Payload], shard: Piece) -> Payload:
         """Return local worker i's merged shard, stored in the worker's second send buffer."""
@@ -950,7 +1102,7 @@ class Exchange:
     def _gather(
         self,
         number: int,
-        what: str,
+        what: Hashable,
         payloads: Sequence[Payload],
         declared: Sequence[Layout | None],
         counts: Sequence[int],

@@ -10,8 +10,9 @@ payload_up: what it contributes to the aggregate.
 payload_down: what it receives to decode. Both include its own contribution, as a parameter server
     would count.
 wire: what it sends to other workers: 2 (N - 1) / N of the bytes of an all-reduced tensor (ring),
-    N - 1 times those of an all-gathered tensor, the pieces for others in an all-to-all, and
-    (N - 1) / N of a broadcast tensor (a pipeline through all workers, averaged over them).
+    N - 1 times those of an all-gathered tensor, the pieces for others in an all-to-all, a tensor
+    passed to the next worker once, and (N - 1) / N of a broadcast tensor (a pipeline through all
+    workers, averaged over them).
 
 Other messages between workers are JSON and tensors. Nothing is unpickled, so no received data is
 executed.
@@ -187,6 +188,20 @@ class World(ABC):
         self._model(self.size - 1, wire)
         return self._all_to_all(tensors, splits, sizes, out)
 
+    def shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], *, out: Tensor | None = None
+    ) -> list[Tensor]:
+        """Send each worker's 1-D tensor to the next rank; return those of the previous ranks.
+
+        The last rank sends to rank 0. `sizes[i]`: the number of elements that local worker i
+        receives. `out`: as for `all_gather`.
+        """
+        counts = [_nbytes(tensor) for tensor in tensors]
+        wire = [float(count) for count in counts]
+        self._count(counts, [0] * len(counts), wire)
+        self._model(1, wire)
+        return self._shift(tensors, sizes, out)
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return worker 0's tensor on every worker; each worker forwards it to the next."""
         size = _nbytes(tensor)
@@ -215,6 +230,11 @@ class World(ABC):
         sizes: Sequence[Sequence[int]],
         out: Tensor | None,
     ) -> list[list[Tensor]]: ...
+
+    @abstractmethod
+    def _shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]: ...
 
     @abstractmethod
     def map(self, call: Callable[[int], T]) -> list[T]:
@@ -297,6 +317,11 @@ class SimulatedWorld(World):
         ]
         return [list(column) for column in zip(*rows, strict=True)]
 
+    def _shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
+        return [tensors[-1], *tensors[:-1]]
+
 
 class DistributedWorld(World):
     """One worker of a torch.distributed process group that has been initialized."""
@@ -349,7 +374,7 @@ class DistributedWorld(World):
         gone = self._silent() if timed_out or not self.watched else []
         if gone:
             who = ", ".join(map(str, gone))
-            what = f"because worker {who} ended or does not respond"
+            what = f"because worker{'s' * (len(gone) > 1)} {who} ended or stopped responding"
         else:
             what = "because another worker aborted it"
         return PeerLostError(
@@ -445,6 +470,27 @@ class DistributedWorld(World):
         with self.together():
             dist.all_to_all_single(out, tensor, counts, list(splits[0]), group=self.group)
         return [list(torch.split(out, counts))]
+
+    def _shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
+        tensor, size, rank = tensors[0].contiguous(), sizes[0], self.ranks[0]
+        out = tensor.new_empty(size) if out is None else out[:size]
+        before, after = (rank - 1) % self.size, (rank + 1) % self.size
+        if self.device.type != "cpu":  # NCCL runs both directions at once only inside a collective
+            sent = [tensor.numel() * (other == after) for other in range(self.size)]
+            received = [size * (other == before) for other in range(self.size)]
+            self._all_to_all([tensor], [sent], [received], out)
+            return [out]
+        with self.together():
+            works = [
+                dist.isend(tensor, group=self.group, group_dst=after) if tensor.numel() else None,
+                dist.irecv(out, group=self.group, group_src=before) if size else None,
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        return [out]
 
 
 def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:

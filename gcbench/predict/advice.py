@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from gcbench.core import progress, registry
-from gcbench.core.compressor import Compressor, requantizes
+from gcbench.core.compressor import Compressor, reencodes
 from gcbench.core.errors import UsageError
 from gcbench.predict import bundled, costs, evidence, prediction
 from gcbench.predict.evidence import Evidence, Tolerance, count_text
@@ -107,9 +107,9 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
     """Return the rows of exactly this method, used as in `step`.
 
     Rows count if they have the same collective, or one that computes the same mean. A row by
-    all-gather that loses too much also counts against a two-shot exchange, whose owners lose more;
-    one that does not lose too much shows nothing about it. `inputs`: what the model reads; a loss
-    on a task with other inputs counts so only if there is no nearer task.
+    all-gather that loses too much also counts against a collective that encodes again, because that
+    loses more; one that does not lose too much shows nothing about it. `inputs`: what the model
+    reads; a loss on a task with other inputs counts so only if there is no nearer task.
     """
     matching = of_method(settings, step.method, rows)
     near = set(map(id, evidence.nearest(matching, inputs).near))
@@ -117,7 +117,7 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
     def counts(one: Evidence) -> bool:
         loses = one.judge(settings.allowed) == evidence.LOSES and id(one) in near
         same = _same_mean(step.method, one.row.first.collective, step.collective)
-        return same or (step.collective == "twoshot" and loses)
+        return same or (reencodes(step.method, step.collective) and loses)
 
     return Losses(
         [one for one in matching if counts(one)], [one for one in matching if not counts(one)]
@@ -165,7 +165,7 @@ def same_source(run: Summary, origin: Mapping[str, str] | None) -> bool:
 
 
 def _same_mean(method: Compressor, one: str, other: str) -> bool:
-    return one == other or not requantizes(method)
+    return one == other or not (reencodes(method, one) or reencodes(method, other))
 
 
 def worst(rows: Sequence[Evidence], tolerance: Tolerance) -> Evidence:

@@ -161,9 +161,9 @@ class Cluster(_Model):
     def seconds(self, kind: str, nbytes: float, workers: int, calls: int = 1) -> float:
         """Return the time of one collective.
 
-        `kind`: "allreduce", "reducescatter", "allgather", "alltoall" or "broadcast". `nbytes`: what
-        each worker contributes, or what the root of a broadcast sends, in bytes. `calls`: number of
-        messages in which it is sent.
+        `kind`: "allreduce", "reducescatter", "allgather", "alltoall", "hops" (as in
+        `traffic.Message`) or "broadcast". `nbytes`: what each worker contributes, or what the root
+        of a broadcast sends, in bytes. `calls`: number of messages in which it is sent.
         """
         if workers == 1:
             return 0.0
@@ -174,6 +174,7 @@ class Cluster(_Model):
     def _seconds(
         self, kind: str, nbytes: float, workers: int, nodes: int, calls: int, *, tree: bool
     ) -> float:
+        tree = tree and kind != "hops"  # each hop needs the previous one's partial sum
         depth = math.ceil(math.log2(workers))
         rounds = (depth if tree else workers - 1) * calls
         inter = self.inter.bytes_per_second * self.library.share(kind, workers)
@@ -194,6 +195,7 @@ class Cluster(_Model):
         times, sent = {
             "allreduce": (2, 2 * (workers - 1) / workers),
             "reducescatter": (1, (workers - 1) / workers),
+            "hops": (1, (workers - 1) / workers),
             "allgather": (1, workers - 1),
             "broadcast": (1, 1),
         }[kind]

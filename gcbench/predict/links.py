@@ -33,7 +33,7 @@ STORED = "assumed"
 """The measurement that is part of the package."""
 MARKS = (1.0, 10.0, 100.0)
 """Links that the answer names and pictures mark, Gbit/s."""
-ROUNDS = {"allreduce": 2, "reducescatter": 1, "allgather": 1, "alltoall": 1}
+ROUNDS = {"allreduce": 2, "reducescatter": 1, "allgather": 1, "alltoall": 1, "hops": 1}
 """Messages of a ring collective sent one after another, divided by (workers - 1)."""
 
 

@@ -105,6 +105,8 @@ def _collectives(
 ) -> tuple[str, ...]:
     """Return the collectives to predict: the requested one, the method's default, or all.
 
+    All but `ring`: it sends as many bytes as two-shot, and its error grows with the workers.
+
     Raises:
         UsageError: the requested collective is not legal for the method.
     """
@@ -112,7 +114,7 @@ def _collectives(
         return (check_legal(method),)
     if settings.collective is not None:
         return (check_legal(method, settings.collective),)
-    return method.legal_collectives()
+    return tuple(name for name in method.legal_collectives() if name != "ring")
 
 
 @dataclass(frozen=True)

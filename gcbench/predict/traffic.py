@@ -45,9 +45,9 @@ class Message:
     """One call of a collective by all workers."""
 
     kind: str
-    """allreduce, reducescatter, allgather or alltoall."""
+    """allreduce, reducescatter, allgather, alltoall, or hops: N - 1 messages to the next worker."""
     nbytes: float
-    """Bytes that a worker contributes, mean over workers."""
+    """Bytes that a worker contributes, mean over workers; "hops" send (N - 1) / N of them."""
     aggregated: bool = False
     """Whether it carries merged shards from their owners to all workers."""
 
@@ -59,6 +59,8 @@ class Message:
             return self.nbytes, self.nbytes / workers
         if self.kind == "alltoall":
             return self.nbytes, 0.0
+        if self.kind == "hops":
+            return self.nbytes * (workers - 1) / workers, 0.0
         return 0.0 if self.aggregated else self.nbytes, self.nbytes * workers
 
     def wire(self, workers: int) -> float:
@@ -68,6 +70,7 @@ class Message:
             "reducescatter": (workers - 1) / workers,
             "allgather": workers - 1,
             "alltoall": (workers - 1) / workers,
+            "hops": (workers - 1) / workers,
         }
         return factor[self.kind] * self.nbytes
 
@@ -174,8 +177,11 @@ def _try_merge(method: Compressor, workers: int) -> None:
     codec.decode(method, merged, Context(tile, shared))
 
 
-def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Message]:
-    """Return the messages that send shards to their owners, and merged shards to all."""
+def _shards(method: Compressor, collective: str, segments: Segments, workers: int) -> list[Message]:
+    """Return the messages of a two-shot exchange or of a ring.
+
+    They send shards to their owners, at once or from worker to worker, and merged shards to all.
+    """
     n = segments.numel
     tiles = -(-n // TILE)
     share, extra = divmod(tiles, workers)
@@ -186,7 +192,8 @@ def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Messa
         return segments.shard(min(start, n), min(stop, n))[0]
 
     filled = min(workers, tiles)
-    _try_merge(method, workers)
+    if collective == "twoshot":
+        _try_merge(method, workers)
     looked = min(filled, SAMPLED if method.layout(segments) is not None else 4)
     shards = [shard(k * filled // looked) for k in range(looked)]
     up = down = 0.0
@@ -201,13 +208,18 @@ def _twoshot(method: Compressor, segments: Segments, workers: int) -> list[Messa
         empty = segments.shard(n, n)[0]
         up += (workers - filled) * payload_bytes(method, empty)[0]
         down += (workers - filled) * payload_bytes(method, empty, workers)[0]
+    headers = float(HEADER * parts)
+    if collective == "ring":
+        gather = [Message("allgather", headers)] if parts else []
+        hops = [Message("hops", up)] + ([Message("hops", headers * workers)] if parts else [])
+        return [*hops, *gather, Message("allgather", up / workers)]
     messages = [
         Message("alltoall", up),
         Message("allgather", down / workers, aggregated=True),
     ]
     if parts:  # their sizes are sent first
-        messages.insert(0, Message("alltoall", float(HEADER * parts * workers)))
-        messages.insert(2, Message("allgather", float(HEADER * parts), aggregated=True))
+        messages.insert(0, Message("alltoall", headers * workers))
+        messages.insert(2, Message("allgather", headers, aggregated=True))
     return messages
 
 
@@ -243,7 +255,7 @@ def _messages(
             messages.append(Message("allgather", float(HEADER * parts)))
         messages.append(Message("allgather", nbytes))
     else:
-        messages += _twoshot(method, segments, workers)
+        messages += _shards(method, collective, segments, workers)
     return messages
 
 

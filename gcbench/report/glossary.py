@@ -9,6 +9,7 @@ POINTER = "Definitions of all terms: `gcbench list words --details`."
 WORDS: dict[str, str] = {
     "accuracy": "Share of test examples that the trained model classifies correctly, in percent. "
     "Tasks without one, such as a language model, are compared by their test loss.",
+    "adversary": "A worker that sends an attack instead of its gradient (`gcbench run --attack`).",
     "all-gather": "A collective after which every worker has the payloads of all workers. Each "
     "decodes and averages them, so the bytes received grow with the number of workers.",
     "all-reduce": "A collective after which every worker has the sum of all workers' tensors. It "
@@ -59,6 +60,8 @@ WORDS: dict[str, str] = {
     "reduce-scatter": "A collective after which every worker has the sum of one part of the "
     "gradient.",
     "residual": "The part of a gradient that the payload did not carry; see error feedback.",
+    "ring": "An exchange in which a partial sum travels from worker to worker and is encoded again "
+    "at each hop. Its error grows with the number of workers; that of two-shot does not.",
     "seed": "The number from which all random numbers of a run follow: weights, batches, "
     "rounding. Rows are means over seeds.",
     "segment": "A part of the gradient with its own scale: a tensor, the whole model, or a fixed "
@@ -67,6 +70,7 @@ WORDS: dict[str, str] = {
     "statistic": "A number on which the workers agree before they encode, such as a common scale.",
     "step": "One update of the model: gradients, exchange, optimizer.",
     "tier": "A range of measured bits whose methods are ranked among themselves.",
+    "trimmed mean": "The mean without the largest and smallest values of each element (`--trim`).",
     "two-shot": "An exchange in two rounds: each worker averages one part of the gradient and "
     "sends the average, encoded again. A sharded parameter server.",
     "up": "What a worker sends per step. `ratio up` is fp32 bytes divided by these bytes.",

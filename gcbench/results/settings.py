@@ -93,7 +93,7 @@ class Settings(BaseModel):
         25.0, "With --engine ddp: MiB of fp32 gradients in a bucket.", COMPARED, "place"
     )
     collective: str = setting(
-        ..., "allreduce, allgather or twoshot. Default: the method's.", COMPARED, "method"
+        ..., "allreduce, allgather, twoshot or ring. Default: the method's.", COMPARED, "method"
     )
     memory: str = setting(
         "none",
@@ -180,6 +180,22 @@ class Settings(BaseModel):
     dense_below: NotNegative = setting(
         0, "Exchange tensors below this many elements in fp32.", COMPARED, "method"
     )
+    trim: NotNegative = setting(
+        0,
+        "Trimmed mean: leave out the N largest and N smallest values of each element.",
+        COMPARED,
+        "method",
+        changes_fp32=True,
+    )
+    adversaries: NotNegative = setting(
+        0, "Workers that send an attack: the last N ranks.", COMPARED, changes_fp32=True
+    )
+    attack: Literal["flip", "random", "scale"] = setting(
+        "flip",
+        "flip: -g; random: each element times a number in [-1, 1); scale: -100 g.",
+        COMPARED,
+        changes_fp32=True,
+    )
     gradients: Literal["loop", "batched"] = setting(
         "loop",
         "loop: worker by worker; batched: one pass for all.",
@@ -248,6 +264,12 @@ class Settings(BaseModel):
     threads: Positive | None = setting(
         None,
         "Threads per worker. Default: cores/workers. Another number gives other bits.",
+        PLACE,
+        "place",
+    )
+    straggler: dict[Annotated[int, Field(ge=0)], Annotated[Finite, Field(ge=1)]] = setting(
+        {},
+        "RANK:FACTOR, e.g. 2:1.5: this worker takes FACTOR times as long for its gradients.",
         PLACE,
         "place",
     )

@@ -22,7 +22,7 @@ from gcbench import ops
 from gcbench.core import memory, registry, rule, schedule
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
-from gcbench.core.exchange import check_legal
+from gcbench.core.exchange import check_legal, check_trim
 from gcbench.core.memory import Memory
 from gcbench.core.task import Task
 from gcbench.core.values import text
@@ -125,6 +125,21 @@ class Config(Settings):
                 f"gradients=batched is one pass for all simulated workers; engine {self.engine} "
                 "has one worker per process: use gradients=loop"
             )
+        for step in self.stages() if self.trim else ():
+            way = self.make_compressor(step), self.collective, self.make_memory()
+            check_trim(self.trim, *way, self.workers)
+        if self.adversaries >= self.workers:
+            raise ValueError(
+                f"adversaries={self.adversaries} of {self.workers} workers: expected at most "
+                f"{self.workers - 1}"
+            )
+        if self.attack != DEFAULTS["attack"] and not self.adversaries:
+            raise ValueError(f"attack={self.attack} without adversaries; add --adversaries N")
+        if self.straggler and (max(self.straggler) >= self.workers or self.gradients == "batched"):
+            raise ValueError(
+                f"straggler={self.straggler}: expected ranks below {self.workers}, and "
+                "gradients=loop"
+            )
         if not (self.test or self.holdout):
             raise ValueError("test=false disables all evaluation; add --holdout N")
         if self.local_steps:
@@ -207,9 +222,8 @@ class Config(Settings):
                 "on_nonfinite=skip: engine ddp sends buckets before the whole gradient is known, "
                 "so it cannot skip a step; use on_nonfinite=stop"
             )
-        beyond = [
-            key for key in ("local_steps", "delay", "rebroadcast_every") if getattr(self, key)
-        ]
+        alone = ("local_steps", "delay", "rebroadcast_every", "trim", "adversaries", "straggler")
+        beyond = [key for key in alone if getattr(self, key)]
         if len(schedule.starts(self.options)) > 1:
             beyond.append("a schedule of the compressor's fields")
         if beyond:

@@ -32,8 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import progress, registry
+from gcbench.core import progress, purposes, registry
 from gcbench.core.clock import Clock
+from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors, lane_of
 from gcbench.core.schema import PHASES
@@ -42,6 +43,7 @@ from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
 from gcbench.training import captures, configuration, fragments, preflight, sinks
+from gcbench.training.adversaries import attack
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.evaluation import evaluate
@@ -231,7 +233,7 @@ class Trainer:
         for _, dense, shapes in self.groups:
             exact = dense or step < config.start_step
             way = (method, config.collective, carried)
-            lanes.append(lane_of(shapes, start, *way, exact=exact))
+            lanes.append(lane_of(shapes, start, *way, exact=exact, trim=config.trim))
             start += lanes[-1].segments.numel
         return lanes
 
@@ -286,6 +288,7 @@ class Trainer:
 
     def _gradient(self, rank: int) -> tuple[Tensor, float]:
         """Return the bucket and the loss of one worker."""
+        began = self.clock.read()
         inputs, targets = self.batches.of(self.step, rank)
         worker = rank - self.world.ranks[0]
         replica = self.replicas[worker]
@@ -293,7 +296,25 @@ class Trainer:
         outputs = replica(inputs)
         loss = self.task.loss(outputs, targets)
         gradients = torch.autograd.grad(loss, self.owned[worker])
-        return self.finish_bucket(gradients, worker), float(loss.detach())
+        bucket = self.finish_bucket(gradients, worker)
+        if rank in self.config.straggler:
+            self._wait((self.config.straggler[rank] - 1) * (self.clock.read() - began))
+        return bucket, float(loss.detach())
+
+    def _wait(self, seconds: float) -> None:
+        """Delay a straggler; in a simulation the seconds count as modelled communication."""
+        if self.config.engine == "simulate":
+            self.world.modelled_seconds += seconds
+        else:
+            time.sleep(seconds)
+
+    def _attack(self) -> None:
+        """Replace what the adversaries among the local workers send."""
+        config = self.config
+        for rank, bucket in zip(self.world.ranks, self.buckets, strict=True):
+            if rank >= config.workers - config.adversaries:
+                key = Key(config.seed, self.step, rank, stream=purposes.ATTACK)
+                attack(bucket, config.attack, key)
 
     def _gradients(self) -> tuple[list[Tensor], list[float]]:
         """Return the local workers' buckets and losses."""
@@ -424,6 +445,7 @@ class Trainer:
             self._local_step(buckets)
         elif finite:
             applied = min(self.step + config.delay, config.steps - 1)
+            self._attack()
             mean = self.exchange.mean(buckets, self.step, config.lr_at(applied))
             self._check_mean(mean, buckets)
             with self.clock.phase("update"):
@@ -452,6 +474,7 @@ class Trainer:
                 for local, bucket in zip(self.local, self.buckets, strict=True):
                     local.difference(out=bucket)
             self._all_finite(self.buckets, "difference of parameters")
+            self._attack()
             lanes = [i for i, (fragment, *_) in enumerate(self.groups) if fragment in sent]
             mean = self.exchange.mean(self.buckets, self.step, config.outer_lr, lanes)
             for fragment in sent:

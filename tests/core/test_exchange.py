@@ -68,7 +68,7 @@ def run(simulated, clock, method, collective, xs, shapes=None, granularity="tens
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5, 8, 64])
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "twoshot"])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "twoshot", "ring"])
 def test_no_compression_gives_the_exact_mean(simulated, clock, workers, collective):
     xs = integers(workers, 5000)
     mean, _ = run(simulated, clock, gcbench.get_compressor("none"), collective, xs)
@@ -143,6 +143,7 @@ def test_bytes_of_no_compression(simulated, clock):
         ("allreduce", 1, 1.5),
         ("allgather", 4, 3),
         ("twoshot", 1, 1.5),
+        ("ring", 1, 1.5),
     ):
         _, world = run(simulated, clock, method, collective, xs)
         for traffic in world.traffic:
@@ -255,8 +256,8 @@ def test_illegal_combinations_name_the_legal_ones():
     assert check_legal(local) == "allgather"
     with pytest.raises(UsageError, match=r"allreduce: its mean would be wrong. Legal: allgather"):
         check_legal(local, "allreduce")
-    with pytest.raises(UsageError, match="allreduce, allgather, twoshot"):
-        check_legal(local, "ring")
+    with pytest.raises(UsageError, match="allreduce, allgather, twoshot, ring"):
+        check_legal(local, "tree")
 
 
 def test_random_numbers_follow_rank_and_place(simulated, clock):

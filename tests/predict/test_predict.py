@@ -205,7 +205,7 @@ def test_predicted_bytes_equal_those_an_exchange_counts(
     assert [moved.up, moved.down, moved.wire] == pytest.approx(counted, rel=1e-12)
 
 
-@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+@pytest.mark.parametrize("collective", ["allgather", "twoshot", "ring"])
 @pytest.mark.parametrize(
     ("name", "fields"), [("qsgd", {"coding": "omega-sparse"}), ("lossless", {})]
 )

@@ -311,7 +311,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         (["--sizes", "1Q"], "size '1Q'"),
         (["--sizes", "2"], "--sizes 2"),
         (["--compressor", "topc"], "Did you mean 'topk'"),
-        (["--collective", "ring"], "unknown collective 'ring'"),
+        (["--collective", "tree"], "unknown collective 'tree'"),
         (["--compressor", "fft", "--collective", "twoshot"], "Legal: allgather"),
         (["--plain", "allreduce"], "Did you mean 'all_reduce'"),
         (["--backend", "cuda"], "backend 'cuda'"),

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ORDER = (
     *("core", "ops", "results", "integrations", "training", "stats", "report", "checks", "studies"),
-    *("profile", "predict", "netlab", "commands"),
+    *("profile", "predict", "netlab", "watch", "commands"),
 )
 """The rooms; each may import those before it, if nothing else is said."""
 BELOW: dict[str, tuple[str, ...]] = {
@@ -22,6 +22,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "integrations": ("core", "ops"),
     "stats": ("core", "results"),
     "netlab": ("core", "report"),
+    "watch": ("core", "report"),
 }
 """What each room may import besides itself and `gcbench._version`."""
 PLUGINS = ("gcbench.ops", "gcbench.core")

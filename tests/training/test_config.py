@@ -286,7 +286,8 @@ BAD = {
     "--set granularity=0": "granularity 0: expected",
     "--set granularity=row": "granularity 'row': expected",
     "--task quadratic --task-set dimension=1.5": "dimension=1.5: input should be a valid integer",
-    "--collective ring": "collective 'ring': allowed are allreduce, allgather, twoshot",
+    "--collective tree": "collective 'tree': allowed are allreduce, allgather, twoshot, ring",
+    "--collective ring": "does not support collective ring",
     "--set share=false --collective twoshot": "does not support collective twoshot",
     "--compressor none,terngrad --set share=false --collective allreduce": "Legal: allgather",
     "--workers 5": "batch 64 does not divide among 5 workers; try --batch 65",
@@ -341,7 +342,7 @@ def test_bad_settings_are_refused_in_one_line(flags):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stepz: 5\n", "unknown setting 'stepz'. Did you mean 'steps'? Known: backend, batch"),
+        ("stepz: 5\n", "unknown setting 'stepz'. Did you mean 'steps'? Known: adversaries, attack"),
         ("5: 5\n", "key 5"),
         ("steps: [1, 2\nlr: }", "not valid YAML: while parsing"),
         ("\x00", "not valid YAML"),

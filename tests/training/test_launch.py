@@ -397,7 +397,7 @@ def test_a_worker_that_stands_still_is_named_after_the_timeout(monkeypatch):
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
     with pytest.raises(GcbenchError) as raised:
         launch.in_processes(3, 1, crew.stand_still, [])
-    message = "because worker 1 ended or does not respond; the limit is 8 s"
+    message = "because worker 1 ended or stopped responding; the limit is 8 s"
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

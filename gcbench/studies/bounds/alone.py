@@ -6,7 +6,7 @@ import torch
 
 from gcbench.core import memory
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Compressor, Segments, requantizes
+from gcbench.core.compressor import Compressor, Segments, reencodes
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld, World
 
@@ -33,4 +33,4 @@ AGAIN = "two-shot alone is legal, whose owners encode the mean again"
 
 def again(method: Compressor) -> bool:
     """Return whether what arrives was always encoded twice, which no declared error is about."""
-    return once(method) == "twoshot" and requantizes(method)
+    return reencodes(method, once(method))

@@ -20,7 +20,7 @@ from gcbench.checks import calls
 from gcbench.checks.oracle import energy
 from gcbench.core import codec, purposes, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Context, Key, MultiRoundCompressor, requantizes
+from gcbench.core.compressor import Context, Key, MultiRoundCompressor, reencodes
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.values import finite
 from gcbench.core.world import World
@@ -41,8 +41,8 @@ class Audit:
         residual = isinstance(memory, registry.memory_class("residual"))
         self.decay: float | None = memory.decay if residual else None  # type: ignore[attr-defined]
         comparable = self.decay is not None or not memory.carries
-        # An owner that encodes the mean again adds an error that no declaration is about.
-        once = comparable and not (lane.collective == "twoshot" and requantizes(method))
+        # Encoding means or partial sums again adds an error that no declaration is about.
+        once = comparable and not reencodes(method, lane.collective)
         mean = method.claims.aggregate == "mean"
         self.unbiased = once and mean and method.claims.unbiased and not memory.carries
         self.contractive = once and method.claims.contractive and (mean or self.decay is not None)

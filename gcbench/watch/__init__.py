@@ -1,0 +1,252 @@
+"""`gcbench watch`: what a user's own training job really sends, and whether its ranks agree.
+
+The job runs as given, with a `sitecustomize` on PYTHONPATH that records the collectives of each
+rank (site/gcbench_recorder.py). Numbers are those between the first and the last optimizer step. A
+checked collective waits for its result; the others run as before, so their time may overlap with
+computation. On CUDA every collective is waited for, which removes that overlap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from gcbench.core.errors import GcbenchError
+from gcbench.report.analysis import Analysis, Row, Table, shown
+from gcbench.report.rendering import counted
+
+KIND = "watch"
+SITE = Path(__file__).parent / "site"
+MOST = 0.95
+"""Share of the bytes that must have the expected dtype: losses and counters are sent in others."""
+ROOM = 1.1
+"""Factor on expected bytes, for agreements, losses and headers."""
+SMALL = 4096
+"""Bytes per step beyond the expected ones that are not reported."""
+PATTERN = re.compile(r"([a-z][a-z0-9_]*)?(?:/([0-9.]+(?:e[0-9]+)?))?")
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class Settings(BaseModel):
+    """What to run, and what to expect of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: list[str] = Field(min_length=1)
+    expect: str = ""
+    every: int = Field(default=10, ge=1)
+    sharded: bool = False
+
+    @field_validator("expect")
+    @classmethod
+    def _is_an_expectation(cls, value: str) -> str:
+        if not PATTERN.fullmatch(value):
+            raise ValueError("expected DTYPE, DTYPE/BYTES or /BYTES, e.g. bfloat16/1e6")
+        return value
+
+    @property
+    def expected(self) -> tuple[str, float | None]:
+        """The expected dtype, or "", and the most bytes that a rank sends per step, or None."""
+        match = PATTERN.fullmatch(self.expect)
+        dtype, nbytes = match.groups() if match else ("", None)
+        return SHORT.get(dtype or "", dtype or ""), float(nbytes) if nbytes else None
+
+
+def run(settings: Settings, command: str) -> Analysis:
+    """Run the job and return what its ranks sent; `failed` if a check found something.
+
+    The job's standard output goes to standard error.
+
+    Raises:
+        GcbenchError: the job cannot start, failed, or used no process group.
+    """
+    with tempfile.TemporaryDirectory(prefix="gcbench-watch-") as folder:
+        paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        watched = {"GCBENCH_WATCH": folder, "GCBENCH_WATCH_EVERY": str(settings.every)}
+        environment = {**os.environ, **watched, "PYTHONPATH": os.pathsep.join(paths)}
+        code = _job(settings.command, environment)
+        records = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    if code:
+        raise GcbenchError(f"{shlex.join(settings.command)!r:.200} ended with exit code {code}")
+    if not records:
+        raise GcbenchError(
+            "no rank wrote a record: the job did not call torch.distributed.init_process_group, or "
+            "its processes do not inherit PYTHONPATH"
+        )
+    return analysis(settings, command, records)
+
+
+def _job(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command to its end, also after Ctrl-C, which the terminal sends to it, too."""
+    try:
+        job = subprocess.Popen([*command], env={**environment}, stdout=2)
+    except OSError as error:
+        raise GcbenchError(
+            f"{command[0]}: {error.strerror}; give the job's command after --"
+        ) from None
+    try:
+        return job.wait()
+    except BaseException:
+        job.terminate()
+        job.wait()
+        raise
+
+
+Record = Mapping[str, Any]
+
+
+def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Analysis:
+    """Return the analysis of the ranks' records."""
+    rows, seconds = table_rows(records)
+    problems = [
+        *missing(records),
+        *disagreements(records, sharded=settings.sharded),
+        *unexpected(settings, rows),
+        *beyond_hooks(records),
+    ]
+    steps = min(record["steps"] for record in records)
+    share = sum(float(row["share"] or 0) for row in rows)
+    what = f"{steps} steps of {1e3 * seconds:.3g} ms" if steps > 1 else f"{counted(steps, 'step')}"
+    checks = sum(len(each) for each in records[0]["digests"].values())
+    answer = [
+        f"{counted(len(records), 'rank')}, {what}; collectives took {100 * share:.3g} % of it.",
+        *(problems or [f"No fault: {counted(checks, 'result')} equal on all ranks, bit for bit."]),
+    ]
+    per = "per step" if steps > 1 else "in all"
+    columns: dict[str, str | tuple[str, float]] = {
+        "collective": "collective",
+        "dtype": "dtype",
+        "ranks": "ranks",
+        "calls": f"calls\n{per}",
+        "bytes": f"bytes\n{per}",
+        "sent": f"bytes sent\n{per}",
+        "seconds": (f"ms\n{per}", 1e3),
+        "share": ("share\n%", 100.0),
+    }
+    notes = [
+        "bytes: handed to the collective by a rank; sent: to other ranks, by a ring. Means over "
+        "ranks. Collectives may overlap with computation and with each other. -: time unknown."
+    ]
+    table = Table(
+        name="collectives", title="Collectives of the job", shown=shown(columns), rows=rows,
+        which=2, notes=notes,
+    )  # fmt: skip
+    return Analysis.of(
+        KIND, settings, command, answer=answer, tables=[table], failed=bool(problems)
+    )
+
+
+def table_rows(records: Sequence[Record]) -> tuple[list[Row], float]:
+    """Return a row per collective, dtype and number of ranks, and the seconds of a step.
+
+    Between the first and the last optimizer step; with fewer than two steps, of the whole job.
+    """
+    steps = min(record["steps"] for record in records)
+    sums: dict[tuple[str, str, int], list[float]] = {}
+    for record in records:
+        if steps > 1:
+            before = {tuple(row[:3]): row[3:] for row in record["start"]["totals"]}
+            after, count = record["end"]["totals"], record["steps"] - 1
+        else:
+            before, after, count = {}, record["whole"]["totals"], 1
+        for entry in after:
+            key, values = tuple(entry[:3]), entry[3:]
+            past = before.get(key, [0.0] * len(values))
+            row = sums.setdefault(key, [0.0] * len(values))
+            for i, (new, old) in enumerate(zip(values, past, strict=True)):
+                row[i] += (new - old) / count / len(records)
+    seconds = fmean(
+        (record["end"]["time"] - record["start"]["time"]) / (record["steps"] - 1)
+        if steps > 1
+        else 0.0
+        for record in records
+    )
+    rows: list[Row] = []
+    for (name, dtype, ranks), (calls, nbytes, sent, spent, timed) in sums.items():
+        if calls:
+            one: Row = {"collective": name, "dtype": dtype, "ranks": ranks, "calls": calls}
+            one |= {"bytes": nbytes, "sent": sent, "seconds": spent if timed else None}
+            rows.append({**one, "share": spent / seconds if seconds and timed else None})
+    return sorted(rows, key=lambda row: -float(row["sent"] or 0)), seconds
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def missing(records: Sequence[Record]) -> list[str]:
+    """Return a sentence if ranks of the job are missing."""
+    lost = {*range(records[0]["world_size"])} - {record["rank"] for record in records}
+    return [f"Ranks {sorted(lost)} wrote no record."] if lost else []
+
+
+def disagreements(records: Sequence[Record], *, sharded: bool) -> list[str]:
+    """Return a sentence for each kind of result that differs between ranks."""
+    sentences = []
+    for name, mine in records[0]["digests"].items():
+        if name == "parameters" and sharded:
+            continue
+        for count in sorted(map(int, mine)):
+            values = [record["digests"].get(name, {}).get(str(count)) for record in records]
+            odd = [
+                record["rank"]
+                for record, value in zip(records, values, strict=True)
+                if value not in (values[0], None)
+            ]
+            if odd:
+                where = f"after step {count}" if name == "parameters" else f"at call {count}"
+                sentences.append(
+                    f"RANKS DIFFER: {name} {where}: ranks {odd} have other bits than rank "
+                    f"{records[0]['rank']}."
+                )
+                break
+    return sentences
+
+
+def unexpected(settings: Settings, rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each way in which the traffic is not the expected one."""
+    dtype, most = settings.expected
+    sent: dict[str, float] = {}
+    for row in rows:
+        sent[str(row["dtype"])] = sent.get(str(row["dtype"]), 0.0) + float(row["sent"] or 0)
+    total, sentences = sum(sent.values()), []
+    if dtype and sent.get(dtype, 0.0) < MOST * total:
+        shares = [f"{100 * n / total:.0f} % {name}" for name, n in sent.items() if n > total / 100]
+        sentences.append(f"UNEXPECTED DTYPE: expected {dtype}, sent {', '.join(shares)}.")
+    if dtype and not total:
+        sentences.append(f"UNEXPECTED DTYPE: expected {dtype}, sent nothing.")
+    if most is not None and total > ROOM * most:
+        sentences.append(
+            f"TOO MANY BYTES: a rank sends {total:,.0f} bytes per step, expected {most:,.0f}."
+        )
+    return sentences
+
+
+def beyond_hooks(records: Sequence[Record]) -> list[str]:
+    """Return a sentence if ranks send more than the gcbench hooks that the job created."""
+    record = records[0]
+    if record["steps"] < 2 or not record["end"]["hooks"]:
+        return []
+    count = record["steps"] - 1
+
+    def grown(of: Any) -> float:
+        return float((of(record["end"]) - of(record["start"])) / count)
+
+    hooks = grown(lambda snapshot: sum(each["wire"] for each in snapshot["hooks"]))
+    sent = grown(lambda snapshot: sum(row[5] for row in snapshot["totals"]))
+    if sent <= ROOM * hooks + SMALL:
+        return []
+    names = ", ".join(each["hook"] for each in record["end"]["hooks"])
+    return [
+        f"HOOK NOT USED: {names:.100} sends {hooks:,.0f} bytes per step and rank, the job "
+        f"{sent:,.0f}. Is it registered with the model that trains?"
+    ]

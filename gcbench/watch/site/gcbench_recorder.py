@@ -1,0 +1,239 @@
+"""Records the collectives of one rank of a watched job; see `gcbench.watch`.
+
+All collectives of torch.distributed pass through the operators `c10d::*` of torch's dispatcher,
+also those of DDP's C++ code, of FSDP and of hooks. The recorder registers a kernel for their
+Autograd keys that notes the call and then calls the original. It imports nothing of gcbench,
+because the job may have another environment. Collectives in `torch.inference_mode` are not seen.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+STARTED: list["Recorder"] = []
+
+
+def attach(module: Any) -> None:
+    """Start recording when the process calls `init_process_group` of this module."""
+    initialize, destroy = module.init_process_group, module.destroy_process_group
+
+    @functools.wraps(initialize)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        if not STARTED:
+            STARTED.append(Recorder(os.environ["GCBENCH_WATCH"]))
+        return initialize(*args, **kwargs)
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        STARTED[0].write()  # some programs leave without running exit handlers
+        return destroy(*args, **kwargs)
+
+    module.init_process_group = init_process_group
+    module.destroy_process_group = destroy_process_group
+
+
+def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return [each for inner in lists for each in inner]
+
+
+Tensors = Callable[[Sequence[Any]], Sequence[Any]]
+NOTHING: Tensors = lambda _: ()  # noqa: E731
+CALLS: dict[str, tuple[str, Tensors, Tensors]] = {
+    "allreduce_": ("all_reduce", lambda a: a[0], lambda a: a[0]),
+    "allreduce_coalesced_": ("all_reduce", lambda a: a[0], lambda a: a[0]),
+    "broadcast_": ("broadcast", lambda a: a[0], lambda a: a[0]),
+    "allgather_": ("all_gather", lambda a: a[1], lambda a: _flat(a[0])),
+    "allgather_coalesced_": ("all_gather", lambda a: a[1], lambda a: _flat(a[0])),
+    "_allgather_base_": ("all_gather", lambda a: [a[1]], lambda a: [a[0]]),
+    "allgather_into_tensor_coalesced_": ("all_gather", lambda a: a[1], lambda a: a[0]),
+    "reduce_scatter_": ("reduce_scatter", lambda a: _flat(a[1]), NOTHING),
+    "_reduce_scatter_base_": ("reduce_scatter", lambda a: [a[1]], NOTHING),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", lambda a: a[1], NOTHING),
+    "alltoall_base_": ("all_to_all", lambda a: [a[1]], NOTHING),
+    "alltoall_": ("all_to_all", lambda a: a[1], NOTHING),
+    "reduce_": ("reduce", lambda a: a[0], NOTHING),
+    "gather_": ("gather", lambda a: a[1], NOTHING),
+    "scatter_": ("scatter", lambda a: _flat(a[1]), NOTHING),
+    "send": ("send", lambda a: a[0], NOTHING),
+}
+"""Operator -> its name, what a rank hands to it, and results that must be equal on all ranks."""
+
+
+def wire(name: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that a rank sends to others, as `gcbench.core.world` counts them."""
+    share = (ranks - 1) / ranks
+    factors = {"all_reduce": 2 * share, "all_gather": ranks - 1.0, "reduce": share, "gather": share}
+    factors |= {"reduce_scatter": share, "all_to_all": share, "broadcast": share, "scatter": share}
+    return factors.get(name, 1.0) * nbytes
+
+
+def digest(tensors: Iterable[Any]) -> int:
+    """Return a CRC-32 of the bytes of tensors."""
+    import torch
+
+    value = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+        value = zlib.crc32(flat.cpu().numpy().data, value)
+    return value
+
+
+def sharded(parameter: Any) -> bool:
+    """Return whether a parameter is a shard, which differs between ranks: a DTensor, or of FSDP."""
+    names = ("_local_tensor", "_fsdp_flattened", "_sharding_spec")
+    flat = type(parameter).__name__ == "FlatParameter"
+    return flat or any(hasattr(parameter, name) for name in names)
+
+
+class Recorder:
+    """Totals per collective, digests of results and parameters, and snapshots per step."""
+
+    def __init__(self, folder: str) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self.torch, self.folder = torch, folder
+        self.every = int(os.environ["GCBENCH_WATCH_EVERY"])
+        self.lock = threading.Lock()
+        self.totals: dict[tuple[str, str, int], list[float]] = {}
+        """(collective, dtype, ranks) -> calls, bytes handed over and sent, seconds, calls timed."""
+        self.groups: dict[str, int] = {}
+        """Process groups of all ranks: their order of first use."""
+        self.counts: dict[str, int] = {}
+        self.digests: dict[str, dict[int, int]] = {}
+        self.steps = 0
+        self.first: Any = None
+        self.last: Any = None
+        self.optimizer: Any = None
+        library: Any = torch.library.Library
+        self._library = library("c10d", "IMPL")
+        for operator in CALLS:
+            if hasattr(torch.ops.c10d, operator):
+                for key in ("AutogradCPU", "AutogradCUDA"):
+                    self._library.impl(operator, self._kernel(operator, key), key)
+        register_optimizer_step_post_hook(self._stepped)
+        atexit.register(self.write)
+
+    def _kernel(self, operator: str, key: str) -> Callable[..., Any]:
+        torch = self.torch
+        original = getattr(torch.ops.c10d, operator).default
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+        def kernel(*args: Any) -> Any:
+            began = time.perf_counter()
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                result = original(*args)
+            self._note(operator, args, result, began)
+            return result
+
+        return kernel
+
+    def _note(self, operator: str, args: Sequence[Any], result: Any, began: float) -> None:
+        dist = self.torch.distributed
+        name, sent, equal = CALLS[operator]
+        tensors = list(sent(args))
+        group = dist.ProcessGroup.unbox(next(a for a in args if type(a).__name__ == "ScriptObject"))
+        work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+        ranks = group.size()
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "-"
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        with self.lock:
+            row = self.totals.setdefault((name, dtype, ranks), [0.0] * 5)
+            row[0] += 1
+            row[1] += nbytes
+            row[2] += wire(name, nbytes, ranks)
+
+        def ended(*_: Any) -> None:
+            with self.lock:
+                row[3] += time.perf_counter() - began
+                row[4] += 1
+
+        if tensors and tensors[0].is_cuda:
+            work.wait()  # the future of an NCCL call is done before the call is
+            self.torch.cuda.current_stream().synchronize()
+            ended()
+        else:
+            with contextlib.suppress(RuntimeError):  # gloo has no future of a message to one rank
+                work.get_future().add_done_callback(ended)
+        results = equal(args)
+        if results and ranks == dist.get_world_size():
+            label = self._label(group)
+            count = self.counts[label] = self.counts.get(label, -1) + 1
+            if count % self.every == 0:
+                work.wait()  # before the caller changes the result
+                self.digests.setdefault(f"{name} {label}", {})[count] = digest(results)
+
+    def _label(self, group: Any) -> str:
+        """Return a name of a group of all ranks that is the same on every rank."""
+        key = "unnamed"  # groups that torch does not register, such as those of gcbench's hooks
+        with contextlib.suppress(RuntimeError):
+            key = str(group.group_name)
+        return f"in group {self.groups.setdefault(key, len(self.groups))}"
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        """Note the end of an optimizer step of the first optimizer."""
+        if self.optimizer is None:
+            self.optimizer = weakref.ref(optimizer)
+        if self.optimizer() is not optimizer:
+            return
+        self.steps += 1
+        with self.lock:
+            totals = {key: list(row) for key, row in self.totals.items()}
+        self.last = {"time": time.perf_counter(), "totals": totals, "hooks": self._hooks()}
+        self.first = self.first or self.last
+        if self.steps % self.every == 0 or self.steps == 1:
+            self._check_parameters(optimizer)
+            self.write()
+
+    def _check_parameters(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(map(sharded, parameters)):
+            self.digests.setdefault("parameters", {})[self.steps] = digest(parameters)
+
+    def _hooks(self) -> list[dict[str, Any]]:
+        """Return gcbench's hooks in this process, and the bytes that each has sent to others."""
+        module = sys.modules.get("gcbench.integrations.hook")
+        if module is None:
+            return []
+        if self.steps == 1 or self.steps % self.every == 0:
+            hooks = [each for each in gc.get_objects() if issubclass(type(each), module.Hook)]
+            self.references = [weakref.ref(each) for each in hooks]
+        alive = [hook for reference in self.references if (hook := reference()) is not None]
+        return [{"hook": repr(hook), "wire": hook.traffic.wire} for hook in alive]
+
+    def write(self) -> None:
+        """Write the record of this rank."""
+        dist, optimizer = self.torch.distributed, self.optimizer and self.optimizer()
+        if optimizer is not None:
+            self._check_parameters(optimizer)
+        if not dist.is_initialized():
+            return
+        with self.lock:
+            now = {key: list(row) for key, row in self.totals.items()}
+        snapshots = {"start": self.first, "end": self.last, "whole": {"time": 0, "totals": now}}
+        rank = dist.get_rank()
+        record = {
+            "rank": rank,
+            "world_size": dist.get_world_size(),
+            "steps": self.steps,
+            "digests": self.digests,
+            **{name: _plain(snapshot) for name, snapshot in snapshots.items() if snapshot},
+        }
+        path = os.path.join(self.folder, f"rank-{rank}.json")
+        with open(f"{path}.tmp", "w") as file:
+            json.dump(record, file)
+        os.replace(f"{path}.tmp", path)
+
+
+def _plain(snapshot: dict[str, Any]) -> dict[str, Any]:
+    return {**snapshot, "totals": [[*key, *row] for key, row in snapshot["totals"].items()]}

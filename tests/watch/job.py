@@ -1,0 +1,39 @@
+"""A job of two ranks, as a user would write it; the argument is what is wrong with it."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10)))
+hook = None
+if kind == "fp16":
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+if kind in ("int8", "ring", "rewrapped"):
+    from gcbench.integrations.ddp import comm_hook
+
+    hook = comm_hook("int8", collective="ring" if kind == "ring" else None)
+    hook.register(ddp)
+if kind == "rewrapped":  # the new wrapper has no hook
+    ddp = DistributedDataParallel(ddp.module)
+optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+for step in range(7):
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+    ddp(x).square().mean().backward()
+    if kind == "differ" and rank == 1 and step == 3:
+        next(ddp.parameters()).grad.mul_(1 + 2.0**-20)
+    optimizer.step()
+    optimizer.zero_grad()
+print(kind, "done")
+if kind == "fail" and rank == 1:
+    sys.exit(3)
+if hook is not None:
+    hook.close()
+dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""`gcbench watch` on jobs with and without a hook, and on jobs misconfigured on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from commands import invoke
+
+from gcbench import watch
+
+JOB = Path(__file__).with_name("job.py")
+PARAMETERS = 64 * 512 + 512 + 512 * 10 + 10
+LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def document(done) -> dict:
+    """Return what --json printed, also if a check failed."""
+    assert done.code in (0, 1), done.err
+    return json.loads(done.out)
+
+
+def watched(kind: str, *flags: object, every: int = 2):
+    """Return the result of the command, and its rows by (collective, dtype)."""
+    words = ("watch", "--check-every", every, *flags, "--json", "--", *LAUNCH, JOB, kind)
+    done = invoke(*words)
+    rows = {}
+    if done.code in (0, 1) and done.out:
+        rows = {
+            (row["collective"], row["dtype"]): row for row in document(done)["tables"][0]["rows"]
+        }
+    return done, rows
+
+
+def test_a_plain_ddp_job():
+    done, rows = watched("plain", "--expect", f"fp32/{4 * PARAMETERS}")
+    assert done.code == 0, done.err
+    row = rows["all_reduce", "float32"]
+    assert (row["ranks"], row["calls"]) == (2, 1)
+    assert row["bytes"] == row["sent"] == 4 * PARAMETERS
+    assert row["seconds"] > 0
+    assert 0 < row["share"] < 1.5
+    assert "plain done" not in done.out
+
+
+def test_a_job_with_torchs_hook_and_another_expectation():
+    done, rows = watched("fp16", "--expect", "bf16")
+    assert done.code == 1
+    assert rows["all_reduce", "float16"]["bytes"] == 2 * PARAMETERS
+    (fault,) = [line for line in document(done)["answer"] if line.startswith("UNEXPECTED DTYPE")]
+    assert "bfloat16" in fault
+    assert "100 % float16" in fault
+
+
+@pytest.mark.parametrize("kind", ["int8", "ring"])
+def test_a_job_with_our_hook(kind):
+    done, rows = watched(kind, "--expect", f"uint8/{1.02 * PARAMETERS:.0f}")
+    assert done.code == 0, document(done)["answer"]
+    sent = sum(row["sent"] for row in rows.values())
+    assert PARAMETERS < sent < 1.03 * PARAMETERS
+    assert (("send", "uint8") in rows) == (kind == "ring")
+
+
+def test_a_hook_on_a_model_that_does_not_train():
+    done, rows = watched("rewrapped")
+    assert done.code == 1
+    assert rows["all_reduce", "float32"]["bytes"] == 4 * PARAMETERS
+    assert any(line.startswith("HOOK NOT USED") for line in document(done)["answer"])
+
+
+def test_bytes_above_the_expected_ones():
+    done, _ = watched("plain", "--expect", f"/{2 * PARAMETERS}")
+    assert done.code == 1
+    assert any(line.startswith("TOO MANY BYTES") for line in document(done)["answer"])
+
+
+def test_ranks_that_differ_from_one_step_on():
+    """Results of collectives are equal; only the parameters differ, after step 4 of 7."""
+    done, _ = watched("differ")
+    assert done.code == 1
+    (fault,) = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
+    assert "parameters after step 4: ranks [1]" in fault
+    assert watched("differ", "--sharded")[0].code == 0
+
+
+def test_results_that_differ_are_named():
+    ranks = [
+        {"rank": rank, "digests": {"all_reduce in group 0": {"0": 5, "10": 6 + rank}}}
+        for rank in range(3)
+    ]
+    (fault,) = watch.disagreements(ranks, sharded=False)
+    assert "all_reduce in group 0 at call 10: ranks [1, 2]" in fault
+    equal = [{**one, "digests": ranks[0]["digests"]} for one in ranks]
+    assert watch.disagreements(equal, sharded=False) == []
+
+
+def test_a_job_that_fails_or_sends_nothing():
+    failed, _ = watched("fail")
+    assert failed.code == 1
+    assert "ended with exit code 1" in failed.err
+    silent = invoke("watch", "--", sys.executable, "-c", "print('nothing')")
+    assert silent.code == 1
+    assert "init_process_group" in silent.err
+    absent = invoke("watch", "--", "./no-such-program")
+    assert absent.code == 1
+    assert "./no-such-program" in absent.err
+
+
+def test_the_hidden_sitecustomize_runs(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import os; os.environ['HIDDEN'] = 'ran'")
+    script = "import os, sys; sys.exit(7 if os.environ.get('HIDDEN') == 'ran' else 8)"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = invoke("watch", "--", sys.executable, "-c", script)
+    assert "ended with exit code 7" in done.err
+    assert os.environ.get("HIDDEN") is None
+
+
+@pytest.mark.parametrize("text", ["BF16", "bf16/", "bf16/many", "1e6"])
+def test_an_expectation_has_a_form(text):
+    done = invoke("watch", "--expect", text, "--", "true")
+    assert done.code == 2
+    assert text in done.err
+
+
+def test_a_rank_without_a_record_is_missing():
+    records = [{"rank": 0, "world_size": 3}, {"rank": 2, "world_size": 3}]
+    assert "[1]" in watch.missing(records)[0]
+    assert watch.missing([{"rank": 0, "world_size": 1}]) == []
+
+
+def test_the_answer_fits_25_lines():
+    done = invoke("watch", "--", *LAUNCH, JOB, "plain")
+    assert len(done.out.splitlines()) <= 25
