@@ -497,6 +497,25 @@ def _fp8_decode(g: Gradient) -> Timed:
     return Timed(lambda: ops.fp8.decode(*coded, blocks, "", out=out), nbytes(coded, out))
 
 
+def _blockfloat(g: Gradient, kind: str, decode: bool) -> Timed:
+    """Prepare encoding or decoding in 4 bits."""
+    segments, out = g.segments(BLOCKS[kind]), g.empty(torch.float32, g.n)
+    code = (ops.blockfloat.E2M1,) if kind == "mx" else ()
+    encode = partial(getattr(ops.blockfloat, f"encode_{kind}"), g.x, *code, segments)
+    coded = encode()
+    if not decode:
+        return Timed(lambda: encode(out=coded), nbytes(g.x, coded))
+    decoder = partial(getattr(ops.blockfloat, f"decode_{kind}"), coded, *code, segments, "")
+    return Timed(lambda: decoder(out=out), nbytes(coded, out))
+
+
+BLOCKS: Mapping[str, str | int] = {"mx": 32, "nv": "tensor"}
+for _kind in BLOCKS:
+    for _part in ("encode", "decode"):
+        _name = f"blockfloat.{_part}_{_kind}"
+        case(_name, op=_name)(partial(_blockfloat, kind=_kind, decode=_part == "decode"))
+
+
 # rotations
 
 
