@@ -331,7 +331,7 @@ struct SharedRow {
 GC_API int64_t gc_mx_encode(const float* x, int64_t n, const int64_t* table, int64_t m, int bits, int stochastic,
                             uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, void* words, uint8_t* scales,
                             int threads) {
-  const Key key{seed, offset, step, who}, *draws = stochastic ? &key : nullptr;
+  const Key key{seed, offset, step, who, 1}, *draws = stochastic ? &key : nullptr;
   return (bits == 8 ? mx_encode<E4M3> : mx_encode<E2M1>)(x, n, Segments(table, m), draws, (uint8_t*)words, scales,
                                                          threads);
 }
@@ -350,7 +350,7 @@ GC_CALLED(gc_mx_decode)
 GC_API int64_t gc_nv_encode(const float* x, int64_t n, const int64_t* table, int64_t m, int stochastic, uint64_t seed,
                             uint64_t offset, uint32_t step, uint32_t who, uint32_t* words, uint8_t* scales,
                             float* tops, int threads) {
-  const Key key{seed, offset, step, who};
+  const Key key{seed, offset, step, who, 1};
   const Segments segments(table, m);
   gc_segment_absmax(x, table, m, tops, threads);
   for (int64_t s = 0; s < m; ++s) tops[s] = sent(tops[s]) ? tops[s] : 0;
