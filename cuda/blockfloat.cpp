@@ -36,7 +36,7 @@ template <class E>
 struct PowerScales {
   const float* x;
   const Segments& segments;
-  const float* tops;  // of each segment, or null: then they are found here
+  const float* tops;  // of each segment, or null: then they are computed here
   uint8_t* scales;
   int64_t first, at, known = -1;
   float divisor = 0;
@@ -138,7 +138,7 @@ struct SharedScales {
     bool zeros = false;
     numbers.parts(start, count, [&](int64_t s, int64_t base, int begin, int end) {
       constexpr int MOST = TILE / NV + 2;
-      GC_ALIGNED float found[MOST];
+      GC_ALIGNED float scale[MOST];
       uint32_t bytes[MOST];
       const int64_t segment = numbers.segments.offsets[s], length = numbers.segments.offsets[s + 1] - segment;
       const int64_t from = start + begin - segment, to = start + end - segment, first = from / NV;
@@ -148,24 +148,24 @@ struct SharedScales {
       int b = 0;
       GC_ROLLED for (; b + WIDTH <= whole; b += WIDTH) {
         const VecI size = largest_of<WIDTH>(part + b * NV);
-        memcpy(found + b, &size, sizeof size);
+        memcpy(scale + b, &size, sizeof size);
       }
-      for (; b < whole; ++b) found[b] = largest_block(part + b * NV);
+      for (; b < whole; ++b) scale[b] = largest_block(part + b * NV);
       if (whole < blocks) {
         float rest[NV] = {};
         memcpy(rest, part + whole * NV, length % NV * sizeof *rest);
-        found[whole] = largest_block(rest);
+        scale[whole] = largest_block(rest);
       }
       GC_SIMD for (int b = 0; b < blocks; ++b) {
-        const uint32_t nearest = E4M3::nearest(E4M3::saturated(found[b] / top * NV_TOP)), byte = nearest ? nearest : 1;
+        const uint32_t nearest = E4M3::nearest(E4M3::saturated(scale[b] / top * NV_TOP)), byte = nearest ? nearest : 1;
         bytes[b] = top > 0 ? byte : 0;
-        found[b] = top > 0 ? E4M3::value(byte) * unit : INFINITE;
+        scale[b] = top > 0 ? E4M3::value(byte) * unit : INFINITE;
       }
       for (int b = 0; b < blocks; ++b) {
         if ((first + b) * NV >= from || !first) scales[base + first + b] = (uint8_t)bytes[b];
       }
       zeros |= top == 0;
-      spread_blocks(found, (int)(from % NV), end - begin, divisors + begin);
+      spread_blocks(scale, (int)(from % NV), end - begin, divisors + begin);
     });
     return zeros;
   }
@@ -173,7 +173,7 @@ struct SharedScales {
 
 // ---- elements --------------------------------------------------------------------------------------------------
 
-// Codes of x over its scale, of which none in a block whose scale is 0 has a sign.
+// Codes of x over its scale. A code of zero has no sign.
 template <class E, class Scales>
 void encode(const float* x, int64_t n, const Key* key, uint8_t* out, int threads, const Scales& make) {
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {

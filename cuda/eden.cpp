@@ -23,13 +23,14 @@ inline Key key_of(const int32_t* address) {
 // The draws of one segment after the other; bit j of a draw is the sign of rotation j.
 class Signs {
  public:
-  Signs(const Key& key, int64_t first_tile) : draws_(key, first_tile), tile_(first_tile - 1) {}
+  // `x`: the input that is read along with the draws, or null.
+  Signs(const Key& key, int64_t first_tile, const float* x) : draws_(key, first_tile), tile_(first_tile - 1), x_(x) {}
 
   void of(int64_t start, int64_t stop, uint32_t* signs) {
     for (int64_t i = start; i < stop;) {
       while (tile_ < i / TILE) {
-        current_ = draws_.tile();
         ++tile_;
+        current_ = draws_.tile(x_ ? x_ + tile_ * TILE : nullptr);
       }
       const int64_t end = (tile_ + 1) * TILE < stop ? (tile_ + 1) * TILE : stop;
       memcpy(signs + (i - start), current_ + i % TILE, (end - i) * sizeof *signs);
@@ -40,6 +41,7 @@ class Signs {
  private:
   Draws draws_;
   int64_t tile_;
+  const float* x_;
   const uint32_t* current_ = nullptr;
 };
 
@@ -71,22 +73,39 @@ double ordered_sum(F f, int64_t n, double* tiles) {
   return count ? halve_all(tiles, count) : 0;
 }
 
-// Memory for segments of up to `longest` elements.
+// Memory for segments of up to `longest` elements. Arrays begin with lines of the cache, and none a multiple of 4 KB
+// after another, where stores to one delay loads of the other.
 struct Room {
+  static constexpr int64_t LINE = 16;
   std::unique_ptr<float[]> memory;
   std::unique_ptr<double[]> tiles;
-  float *z, *products;
-  uint32_t *signs, *codes;
+  float *z = nullptr, *nearest = nullptr;
+  uint32_t *signs = nullptr, *codes = nullptr;
 
-  explicit Room(int64_t longest)
-      : memory(new (std::nothrow) float[4 * longest + TILE]), tiles(new (std::nothrow) double[tiles_of(longest) + 1]) {
-    z = memory.get();
-    products = z + longest;
-    signs = (uint32_t*)(products + longest);
-    codes = signs + longest;  // of one segment, and what is left of the tile before it
+  explicit Room(int64_t longest) : tiles(new (std::nothrow) double[tiles_of(longest) + 1]) {
+    const int64_t apart = (longest + LINE - 1) / LINE * LINE + 5 * LINE;
+    memory.reset(new (std::nothrow) float[4 * apart + TILE + LINE]);
+    if (!memory) return;
+    z = memory.get() + (-(uintptr_t)memory.get() / sizeof(float)) % LINE;
+    nearest = z + apart;
+    signs = (uint32_t*)(nearest + apart);
+    codes = signs + apart;  // of one segment, and what is left of the tile before it
   }
   explicit operator bool() const { return memory && tiles; }
 };
+
+// Elements of a table that fits a register.
+inline VecI look_up(VecI table, VecI index) {
+#if defined(__AVX512F__)
+  return (VecI)_mm512_permutexvar_epi32((__m512i)index, (__m512i)table);
+#elif defined(__AVX2__)
+  return (VecI)_mm256_permutevar8x32_epi32((__m256i)table, (__m256i)index);
+#else
+  VecI result;
+  for (int l = 0; l < WIDTH; ++l) result[l] = table[index[l] & (WIDTH - 1)];
+  return result;
+#endif
+}
 
 template <int BITS>
 struct Code {
@@ -99,11 +118,31 @@ struct Code {
     for (int k = 0; k + 1 < HALF; ++k) edge[k] = (int32_t)bits_of((positive[k] + positive[k + 1]) / 2);
   }
 
-  // The nearest centroids of z * factor, which replaces z, of ties the lower; and products of both.
-  void quantize(float* z, float factor, int64_t n, uint32_t* codes, float* products, float* nearest) const {
+  // The nearest centroids of z * factor, which replaces z; of ties the lower.
+  void quantize(float* z, float factor, int64_t n, uint32_t* codes, float* nearest) const {
     const Code table = *this;  // which no store changes
-    GC_SIMD for (int64_t i = 0; i < n; ++i) {
-      const float y = z[i] * factor;
+    int64_t i = 0;
+    if constexpr (HALF <= WIDTH) {
+      VecI edges = {}, centroids = {};
+      for (int e = 0; e < HALF; ++e) {
+        edges[e] = e + 1 < HALF ? edge[e] : 0;
+        centroids[e] = (int32_t)bits_of(centroid[e]);
+      }
+      GC_ROLLED for (; i + WIDTH <= n; i += WIDTH) {
+        const VecF y = load_vector<VecF>(z + i) * factor;
+        const VecI low = (VecI)y <= 0, size = ((VecI)y & 0x7fffffff) - low;
+        VecI k = {};
+        GC_UNROLL
+        for (int half = HALF / 2; half; half /= 2) k -= (size > look_up(edges, k + (half - 1))) * half;
+        const VecF c = (VecF)(look_up(centroids, k) ^ (low & INT32_MIN));
+        const VecI number = (k ^ low) + HALF;
+        memcpy(z + i, &y, sizeof y);
+        memcpy(codes + i, &number, sizeof number);
+        memcpy(nearest + i, &c, sizeof c);
+      }
+    }
+    GC_SIMD for (int64_t j = i; j < n; ++j) {
+      const float y = z[j] * factor;
       const int32_t bits = (int32_t)bits_of(y), low = bits <= 0, size = (bits & 0x7fffffff) + low;
       int32_t k = 0;
       float c = table.centroid[0];
@@ -113,10 +152,25 @@ struct Code {
         c = size > table.edge[e] ? table.centroid[e + 1] : c;
       }
       c = low ? -c : c;
-      z[i] = y;
-      codes[i] = (uint32_t)(low ? HALF - 1 - k : HALF + k);
-      products[i] = c * y;
-      nearest[i] = c;
+      z[j] = y;
+      codes[j] = (uint32_t)(low ? HALF - 1 - k : HALF + k);
+      nearest[j] = c;
+    }
+  }
+
+  // The centroids of the codes of a tile.
+  void decode(const uint32_t* codes, float* values) const {
+    if constexpr (HALF <= WIDTH) {
+      VecI centroids = {};
+      for (int e = 0; e < HALF; ++e) centroids[e] = (int32_t)bits_of(centroid[e]);
+      GC_ROLLED for (int i = 0; i < TILE; i += WIDTH) {
+        const VecI k = load_vector<VecI>(codes + i) - HALF, low = k < 0;
+        const VecI c = look_up(centroids, k ^ low) ^ (low & INT32_MIN);
+        memcpy(values + i, &c, sizeof c);
+      }
+    } else {
+      const Code table = *this;
+      GC_SIMD for (int i = 0; i < TILE; ++i) values[i] = table.value(codes[i]);
     }
   }
 
@@ -129,12 +183,11 @@ struct Code {
   }
 
   // Codes of the segment that z holds, and its scale.
-  float encode(float* z, int64_t n, double square, bool least, uint32_t* codes, float* products, float* nearest,
-               double* tiles) const {
+  float encode(float* z, int64_t n, double square, bool least, uint32_t* codes, float* nearest, double* tiles) const {
     double factor = square > 0 ? std::sqrt((double)n / square) : 0;
     factor = factor > (double)FLOAT_MAX ? (double)FLOAT_MAX : factor;
-    quantize(z, (float)factor, n, codes, products, nearest);
-    const double along = ordered_sum([=](int64_t i) { return (double)products[i]; }, n, tiles);
+    quantize(z, (float)factor, n, codes, nearest);
+    const double along = ordered_sum([=](int64_t i) { return (double)(nearest[i] * z[i]); }, n, tiles);
     const float* squared = least ? nearest : z;
     const double size = ordered_sum([=](int64_t i) { return (double)squared[i] * squared[i]; }, n, tiles);
     const double exact = square > 0 ? (least ? along / size : size / along) / factor : 0;
@@ -180,8 +233,7 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
   bool failed = false;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     Room room(longest);
-    std::unique_ptr<float[]> nearest(new (std::nothrow) float[longest]);
-    if (!room || !nearest) {
+    if (!room) {
 #pragma omp atomic write
       failed = true;
       return;
@@ -189,7 +241,7 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
     with_code(bits, positive, [&](const auto& code) {
       constexpr int B = std::decay_t<decltype(code)>::WIDE;
       int64_t s = segments.holding(first * TILE), base = segments.offsets[s], done = base;
-      Signs signs(key, done / TILE);
+      Signs signs(key, done / TILE, x);
       for (int64_t start = first * TILE; start < last * TILE && start < n; start += TILE) {
         const int count = (int)(n - start < TILE ? n - start : TILE);
         for (; done < start + count; ++s) {
@@ -208,8 +260,8 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
             square = ordered_sum([&](int64_t i) { return (double)room.z[i] * room.z[i]; }, length, room.tiles.get());
             if (square < INFINITE) break;  // else there is NaN or infinity, maybe since an earlier rotation
           }
-          const float scale = code.encode(room.z, length, square, least, room.codes + (done - base), room.products,
-                                          nearest.get(), room.tiles.get());
+          const float scale = code.encode(room.z, length, square, least, room.codes + (done - base), room.nearest,
+                                          room.tiles.get());
           if (length && done >= first * TILE) scales[s] = scale;
           done += length;
         }
@@ -234,11 +286,12 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
   }
   const int64_t longest = longest_of(segments);
   const Key key = key_of(address);
+  const bool stream = n >= STREAM_FROM;
   bool failed = false, coded = false;
   for_segments(segments, threads, [&](int64_t from, int64_t to) {
     if (from == to) return;
-    std::unique_ptr<uint32_t[]> memory(new (std::nothrow) uint32_t[longest]);
-    if (!memory) {
+    Room room(longest);
+    if (!room) {
 #pragma omp atomic write
       failed = true;
       return;
@@ -248,7 +301,7 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
       GC_ALIGNED float values[TILE];
       int64_t unpacked = -1;  // the tile whose codes these are
       const uint32_t zero = (1u << (bits - 1)) - 1;
-      Signs signs(key, segments.offsets[from] / TILE);
+      Signs signs(key, segments.offsets[from] / TILE, nullptr);
       uint32_t any = 0;
       for (int64_t s = from; s < to; ++s) {
         const int64_t start = segments.offsets[s], stop = segments.offsets[s + 1], length = stop - start;
@@ -259,24 +312,28 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
             const int count = (int)(n - first < TILE ? n - first : TILE);
             constexpr int B = std::decay_t<decltype(code)>::WIDE;
             unpack_tile<B>(words + tile * B * LANES, count, [&](int k, uint32_t c) { codes[k] = c; });
-            GC_SIMD for (int k = 0; k < TILE; ++k) values[k] = code.value(codes[k]);
+            code.decode(codes, values);
             unpacked = tile;
           }
           const int begin = (int)(i - first), end = (int)std::min<int64_t>(stop - first, TILE);
           if (scale == 0) {
             for (int k = begin; k < end; ++k) any |= codes[k] ^ zero;
           }
-          float* part = out + first;
+          float* part = room.z + (i - start) - begin;
           GC_SIMD for (int k = begin; k < end; ++k) part[k] = values[k] * scale;
           i = first + end;
         }
-        signs.of(start, stop, memory.get());
+        signs.of(start, stop, room.signs);
         const bool large = scale > FLOAT_MAX / 8 / (float)(length + 1);  // sums may be beyond float32
         for (int j = rotations; j-- > 0;) {
-          (large ? rotate : rotate_any)(out + start, length, out + start);
-          flip(out + start, memory.get(), j, length, out + start);
+          (large ? rotate : rotate_any)(room.z, length, room.z);
+          flip(room.z, room.signs, j, length, room.z);
+        }
+        for (int64_t i = 0; i < length; i += TILE) {
+          write_tile(out + start + i, room.z + i, (int)std::min<int64_t>(length - i, TILE), stream);
         }
       }
+      if (stream) end_stream();
       if (any) {
 #pragma omp atomic write
         coded = true;

@@ -339,9 +339,9 @@ class Correlation {
  public:
   explicit Correlation(const Key& key)
       : shared_{key.seed, 0, key.step, SHARED << 24 | key.who >> 24, 1},
-        workers_(key.workers),
-        rank_(key.who & 0xffffffu),
-        width_((1u << 24) / (workers_ ? workers_ : 1)) {}
+        workers_(key.workers ? key.workers : 1),
+        rank_((key.who & 0xffffffu) % workers_),
+        width_((1u << 24) / workers_) {}
 
   bool active() const { return workers_ > 1; }
 

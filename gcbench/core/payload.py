@@ -53,8 +53,8 @@ class Key(NamedTuple):
         Raises:
             ValueError: step, rank, stream or workers is out of range.
         """
-        if self.workers != 1 and not self.rank < self.workers < 2**20:
-            raise ValueError(f"{self}: expected workers above the rank and below 2^20, or 1")
+        if not 1 <= self.workers < 2**20:
+            raise ValueError(f"{self}: expected 1 to 2^20 - 1 workers")
         if not (0 <= self.step < 2**32 and 0 <= self.rank < 2**24 and 0 <= self.stream < 2**8):
             raise ValueError(
                 f"{self}: expected step below 2^32, rank below 2^24 and stream below 2^8"

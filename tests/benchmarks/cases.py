@@ -539,6 +539,26 @@ def _hadamard_decode(g: Gradient) -> Timed:
     return Timed(lambda: ops.hadamard.decode(*coded, blocks, "", out=out), nbytes(coded, out))
 
 
+def _eden_code(g: Gradient) -> tuple[Segments, Any]:
+    """Return the blocks, and the call that encodes in 4 bits with two rotations."""
+    blocks = g.segments(1024)
+    return blocks, partial(ops.eden.encode, g.x, 4, 2, False, blocks, KEY)
+
+
+@case("eden_encode")
+def _eden_encode(g: Gradient) -> Timed:
+    _, encode = _eden_code(g)
+    out = encode()
+    return Timed(lambda: encode(out=out), nbytes(g.x, out))
+
+
+@case("eden_decode")
+def _eden_decode(g: Gradient) -> Timed:
+    (blocks, encode), out = _eden_code(g), g.empty(torch.float32, g.n)
+    coded = encode()
+    return Timed(lambda: ops.eden.decode(coded, 4, 2, blocks, "", out=out), nbytes(coded, out))
+
+
 @case("dct_forward")
 def _dct_forward(g: Gradient) -> Timed:
     return _dct(g, ops.dct.forward)

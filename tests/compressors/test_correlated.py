@@ -67,9 +67,10 @@ def test_kernels_mirror_the_draws_of_negative_elements(key, n):
     assert torch.equal(mirrored if key.workers > 1 else want, ops.random.draws24(key, n))
 
 
-def test_workers_above_the_rank():
-    with pytest.raises(ValueError, match="rank=4"):
-        ops.random.draws24(Key(1, 2, 4, workers=4), 3)
+@pytest.mark.parametrize("workers", [0, 2**20])
+def test_numbers_of_workers_out_of_range(workers):
+    with pytest.raises(ValueError, match=f"workers={workers}"):
+        ops.random.draws24(Key(1, 2, 0, workers=workers), 3)
 
 
 def methods(name: str) -> tuple[Compressor, Compressor]:
