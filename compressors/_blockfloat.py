@@ -24,7 +24,6 @@ class BlockFloat(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     element: ClassVar[Element]
-    scratch = True
     variants = ({}, {"rounding": "stochastic"})
 
     def __post_init__(self) -> None:

@@ -9,6 +9,11 @@ the denormal range, clipping. Normally distributed input has a relative squared 
 u^2 / (8 ln 2) = 2.75e-6 to within 0.5 %, 64 times float16's. Stochastic: unbiased up to L; an
 element between adjacent values l < |x| < h has variance (|x| - l) (h - |x|), at most u^2 x^2 except
 for denormals, whose error may exceed their magnitude. Error feedback is therefore refused.
+With `noise="correlated"` the errors of N workers partly cancel (Suresh et al., ICML 2022,
+arXiv:2203.04925; `gcbench.ops.random`): each worker has the same bytes, mean and variance, and the
+mean of equal inputs has a variance of at most step^2 / (4 N^2) per element instead of up to
+step^2 / (4 N); the step is
+h - l.
 Wire: 16 bits per element, up and down. Two-shot and all-gather add in float32; two-shot rounds the
 mean again. All-reduce is not supported: 16-bit sums would be rounded at every addition, an error
 that no residual contains.
@@ -36,9 +41,11 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Context, Parts, Segments
+from gcbench.core.compressor import Context, Parts, Segments, check_noise
 
 from ._half import HalfPrecision, HalfPrecisionClaims
+
+CORRELATED = {"rounding": "stochastic", "noise": "correlated"}
 
 
 @dataclass(frozen=True)
@@ -46,15 +53,17 @@ class BFloat16(HalfPrecision):
     """The gradient rounded to bfloat16."""
 
     rounding: str = "nearest"  # or "stochastic"
+    noise: str = "independent"  # or "correlated" among workers
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     unit: ClassVar[float] = 2.0**-8
     half_step: ClassVar[float] = 2.0**-134
-    variants = ({}, {"rounding": "stochastic"})
+    variants = ({}, {"rounding": "stochastic"}, CORRELATED)
 
     def __post_init__(self) -> None:
         if self.rounding not in ops.int8.ROUNDINGS:
             raise ValueError(f"rounding={self.rounding!r}: expected 'nearest' or 'stochastic'")
+        check_noise(self.noise, self.rounding)
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         if self.rounding == "nearest":
@@ -63,7 +72,7 @@ class BFloat16(HalfPrecision):
         bits = x.clamp(-largest, largest).view(torch.int32)
         # The sum carries into the upper half with probability r / 2^16, r the lower half. A carry
         # cannot reach the sign bit, because the lower half of the largest value is 0.
-        bits = bits + (ops.random.draws24(ctx.key, x.numel(), x.device) >> 8)
+        bits = bits + (ops.random.draws_for(x, ctx.draws(self.noise)) >> 8)
         return (bits >> 16).to(torch.int16).view(self.dtype)
 
     @property

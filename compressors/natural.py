@@ -7,6 +7,11 @@ the fraction of the float, so encoding only compares it with a draw. Denormals, 
 Unbiased; the variance per element is (|x| - 2^a) (2^(a+1) - |x|), at most x^2 / 8, so the method is
 contractive, too. For normally distributed input the squared error is (3/4 - ln 2) / ln 2 = .0820 of
 the squared norm. Values above 2^127 are rounded down, as 2^128 exceeds float32.
+With `noise="correlated"` the errors of N workers partly cancel (Suresh et al., ICML 2022,
+arXiv:2203.04925; `gcbench.ops.random`): each worker has the same bytes, mean and variance, and the
+mean of equal inputs has a variance of at most step^2 / (4 N^2) per element instead of up to
+step^2 / (4 N); the step is
+2^a.
 Wire: 9 bits per element, without scales. All-gather sends the payloads of all workers down;
 two-shot rounds the mean at random again.
 Source: Horvath et al. 2019, arXiv:1905.10988: natural compression, omega = 1/8. 0 has one code,
@@ -31,17 +36,31 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Layout,
+    Parts,
+    Payload,
+    Segments,
+    check_noise,
+)
 
 
 @dataclass(frozen=True)
 class Natural(Compressor):
     """Powers of two; a code is the sign and the 8 bits of a float32's exponent."""
 
+    noise: str = "independent"  # or "correlated" among workers
+
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "ring")
+    variants = ({}, {"noise": "correlated"})
+
+    def __post_init__(self) -> None:
+        check_noise(self.noise)
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        return ops.natural.encode(x, ctx.key, out=ctx.part(0))
+        return ops.natural.encode(x, ctx.draws(self.noise), out=ctx.part(0))
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
         return ops.natural.decode(payload.parts[0], ctx.segments.numel, self.name, out=ctx.out)

@@ -8,6 +8,10 @@ exactly, p = a s - l. The sum over a segment of d elements is at most
 min(d / s^2, sqrt(d) / s) ||v||_2^2 with the 2-norm (d / 4 s^2 holds too), and at most
 min(d ||v||_inf^2 / 4 s^2, ||v||_inf ||v||_1 / s) with the maximum norm. Not contractive: no error
 feedback.
+With `noise="correlated"` the errors of N workers partly cancel (Suresh et al., ICML 2022,
+arXiv:2203.04925; `gcbench.ops.random`): each worker has the same bytes, mean and variance, and the
+mean of equal inputs has a variance of at most step^2 / (4 N^2) per element instead of up to
+step^2 / (4 N); the step is ||v|| / s.
 Wire: ceil(log2(2s + 1)) bits per element ("fixed"), or one bit stream over all segments:
 "omega-dense" encodes each element as Elias(zeta + 1) and a sign if zeta > 0; "omega-sparse" encodes
 each nonzero element as Elias(distance), a sign, Elias(zeta). One float32 norm per segment.
@@ -38,7 +42,15 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Layout,
+    Parts,
+    Payload,
+    Segments,
+    check_noise,
+)
 from gcbench.core.errors import PayloadError
 
 
@@ -50,6 +62,7 @@ class QSGD(Compressor):
     norm: str = "max"  # or "2"
     granularity: int | str = 512  # the bucket; or "tensor", "column", "model"
     coding: str = "fixed"  # or "omega-dense", "omega-sparse"
+    noise: str = "independent"  # or "correlated" among workers
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "ring")
     variants = (
@@ -58,21 +71,24 @@ class QSGD(Compressor):
         {"norm": "2", "levels": 127, "granularity": 128},
         {"norm": "2", "levels": 32, "granularity": 1024, "coding": "omega-dense"},
         {"norm": "2", "levels": 4, "coding": "omega-sparse"},
+        {"noise": "correlated"},
     )
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels < 2**15:
             raise ValueError(f"levels={self.levels}: expected 1 to {2**15 - 1}")
+        check_noise(self.noise)
         if self.norm not in ops.levels.NORMS:
             raise ValueError(f"norm={self.norm!r}: expected {' or '.join(ops.levels.NORMS)}")
         if self.coding not in ops.levels.CODINGS:
             raise ValueError(f"coding={self.coding!r}: expected {', '.join(ops.levels.CODINGS)}")
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
+        draws = ctx.draws(self.noise)
         if (self.norm, self.coding) == ("max", "fixed"):
-            return ops.levels.encode_max(x, self.levels, ctx.segments, ctx.key, out=ctx.part(0))
+            return ops.levels.encode_max(x, self.levels, ctx.segments, draws, out=ctx.part(0))
         norms = ops.levels.norms(x, ctx.segments, self.norm, self.levels)
-        code = x, norms, self.levels, self.coding, ctx.segments, ctx.key
+        code = x, norms, self.levels, self.coding, ctx.segments, draws
         return ops.levels.encode(*code, out=ctx.part(0)), norms
 
     def _opened(self, payload: Payload) -> tuple[Tensor, Tensor, int]:

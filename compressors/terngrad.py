@@ -6,6 +6,10 @@ P(b_k = 1) = |f_k| / s, s the largest |f| of all workers;  all workers apply s *
 Unbiased for f(g), hence for g without clipping. E||s t||^2 = s ||f||_1 exactly, so the variance is
 s ||f||_1 - ||f||^2. Not contractive. A segment of equal values has sigma = 0, and eq. (21) would
 clip it to zeros; it is not clipped, and s is max |g|.
+With `noise="correlated"` the errors of N workers partly cancel (Suresh et al., ICML 2022,
+arXiv:2203.04925; `gcbench.ops.random`): each worker has the same bytes, mean and variance, and the
+mean of equal inputs has a variance of at most step^2 / (4 N^2) per element instead of up to
+step^2 / (4 N); the step is s.
 Wire: 2 bits per element up (nominal: log2 3 = 1.585); down the sum of N codes in ceil(log2(2N + 1))
 bits (two-shot). All-reduce rounds that width up to a power of two, both ways. Sharing s takes one
 float32 per segment.
@@ -34,7 +38,16 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Prepared, Segments
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Layout,
+    Parts,
+    Payload,
+    Prepared,
+    Segments,
+    check_noise,
+)
 
 
 @dataclass(frozen=True)
@@ -45,15 +58,24 @@ class TernGrad(Compressor):
     scale: str = "clipped-max"  # or "c-sigma", as in the authors' code
     share: bool = True  # use the largest scale of all workers
     granularity: str | int = "tensor"  # or "model", "column", or a group size
+    noise: str = "independent"  # or "correlated" among workers
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
-    variants = ({}, {"clip": 0.0}, {"scale": "c-sigma"}, {"share": False}, {"granularity": 512})
+    variants = (
+        {},
+        {"clip": 0.0},
+        {"scale": "c-sigma"},
+        {"share": False},
+        {"granularity": 512},
+        {"noise": "correlated"},
+    )
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ValueError(f"clip={self.clip}: expected standard deviations, or 0 for none")
         if self.scale not in ("clipped-max", "c-sigma"):
             raise ValueError(f"scale={self.scale!r}: expected 'clipped-max' or 'c-sigma'")
+        check_noise(self.noise)
         if self.scale == "c-sigma" and not self.clip:
             raise ValueError("scale='c-sigma' is clip * sigma: it needs clip > 0")
 
@@ -71,7 +93,8 @@ class TernGrad(Compressor):
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         limit, scale = ctx.prepared or self._scales(x, ctx.segments)
         scale = ctx.shared if self.share else scale
-        words = ops.ternary.encode(x, limit, scale, ctx.segments, ctx.key, out=ctx.part(0))
+        draws = ctx.draws(self.noise)
+        words = ops.ternary.encode(x, limit, scale, ctx.segments, draws, out=ctx.part(0))
         return words if self.share else (words, scale)
 
     def cut(self, payload: Payload, bounds: Sequence[int]) -> list[Payload]:

@@ -1,5 +1,7 @@
 // Shared by codecs of blocks with one scale each: the largest magnitude of a block, and the check of scales.
 #pragma once
+#include <utility>
+
 #include "loops.hpp"
 
 namespace gc {
@@ -8,6 +10,21 @@ constexpr int64_t SHORT = 16 * TILE;  // elements of a block that the cache keep
 
 constexpr int STEP = 64;  // elements for which lines are asked at once
 constexpr int HALF = STEP / 2;
+
+// The largest lane.
+template <int H, int... LANE>
+inline int32_t most_lane(VecI v, std::integer_sequence<int, LANE...> lanes) {
+  if constexpr (H == 0) {
+    return v[0];
+  } else {
+#if defined(__clang__)
+    const VecI other = __builtin_shufflevector(v, v, (LANE ^ H)...);
+#else
+    const VecI other = __builtin_shuffle(v, VecI{(LANE ^ H)...});
+#endif
+    return most_lane<H / 2>(other > v ? other : v, lanes);
+  }
+}
 
 // Looking for the largest magnitude and encoding ask for one half each of what lies two tiles ahead.
 inline float largest(const float* x, int64_t n) {
@@ -25,14 +42,8 @@ inline float largest(const float* x, int64_t n) {
     const VecI size = load_vector<VecI>(x + i) & 0x7fffffff;
     tops = size > tops ? size : tops;
   }
-  int32_t top = 0;  // bits of magnitudes order as these do, and NaN above all
-  typedef int32_t Four __attribute__((vector_size(16)));
-  Four parts[WIDTH / 4], four = {};
-  memcpy(parts, &tops, sizeof tops);
-  GC_UNROLL
-  for (int k = 0; k < WIDTH / 4; ++k) four = parts[k] > four ? parts[k] : four;
-  GC_UNROLL
-  for (int l = 0; l < 4; ++l) top = four[l] > top ? four[l] : top;
+  // Bits of magnitudes order as these do, and NaN above all.
+  int32_t top = most_lane<WIDTH / 2>(tops, std::make_integer_sequence<int, WIDTH>());
   for (; i < n; ++i) {
     const int32_t size = (int32_t)(bits_of(x[i]) & 0x7fffffffu);
     top = size > top ? size : top;

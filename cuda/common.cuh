@@ -68,6 +68,7 @@ struct Key {
   uint64_t offset;  // index in the bucket of the first element at hand
   uint32_t step;
   uint32_t who;
+  uint32_t workers;  // whose draws are correlated; 0 or 1: independent. Only the CPU's draws know it
 };
 
 struct Block {

@@ -5,6 +5,7 @@
 #include "blocks.hpp"
 #include "levels.cuh"
 #include "called.hpp"
+#include "smallfloat.hpp"
 
 using namespace gc;
 
@@ -15,22 +16,13 @@ namespace {
 constexpr float LARGEST = 448;
 constexpr uint32_t NOT_A_NUMBER = 0x7f;  // without its sign
 
-// The code of y, at most 448 in magnitude: rounded to nearest, ties to even. Beside 2^14 a float has the steps of the
-// denormals, so the sum is rounded as they are.
-inline uint32_t fp8_code(float y) {
-  const uint32_t size = bits_of(y) & 0x7fffffffu, sign = bits_of(y) >> 24 & 0x80u;
-  const uint32_t denormal = bits_of(float_of(size) + 0x1p14f) - bits_of(0x1p14f);
-  const uint32_t normal = (size + 0x7ffffu + (size >> 20 & 1u) - (120u << 23)) >> 20;
-  return (size < bits_of(0x1p-6f) ? denormal : normal) | sign;
-}
+inline uint32_t fp8_code(float y) { return E4M3::nearest(E4M3::saturated(y)) | is_negative(y) << 7; }
 
 // c / 448 of a code, if it is a number. Its magnitude is k 2^e with k at most 15, so `level_ratio` divides it by
 // 448 = 7 * 2^6 as it divides k by 7; the sign comes last, as level_ratio loses that of -0.
 inline float fp8_share(uint32_t code) {
-  const uint32_t size = (code & 0x7fu) << 20, sign = (code & 0x80u) << 24;
-  const float denormal = float_of(size + (121u << 23)) - 0x1p-6f;
-  const float value = size < (1u << 23) ? denormal : float_of(size + (120u << 23));
-  return float_of(bits_of(level_ratio(value, LARGEST, 1.0f / LARGEST)) | sign);
+  const float value = E4M3::value(code & 0x7fu);
+  return float_of(bits_of(level_ratio(value, LARGEST, 1.0f / LARGEST)) | (code & 0x80u) << 24);
 }
 
 // The codes of a part of a block whose largest magnitude is `top`. Where that counts as zero or is not finite, codes

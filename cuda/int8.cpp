@@ -121,10 +121,10 @@ inline void add_part(const Payloads& in, int64_t start, int64_t s, int begin, in
 
 // Codes of x, (n,), and the scale of each block; `stochastic` or nearest. The key is for the draws.
 GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, int64_t m, int stochastic,
-                              uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int8_t* codes,
-                              float* scales, int threads) {
+                              uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, uint32_t workers,
+                              int8_t* codes, float* scales, int threads) {
   const Segments segments(table, m);
-  const Key key{seed, offset, step, who};
+  const Key key{seed, offset, step, who, workers};
   const bool fused = all_short(segments);
   if (!fused) {
     gc_segment_absmax(x, table, m, scales, threads);
@@ -141,8 +141,8 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
     for (int64_t t = first; t < last; ++t) {
       const int64_t start = t * TILE;
       const int count = (int)(n - start < TILE ? n - start : TILE);
-      const uint32_t* draw = stochastic ? draws.tile() : nullptr;
       const float* part = x + start;
+      const uint32_t* draw = stochastic ? draws.tile_for(part, count) : nullptr;
       while (segments.offsets[at + 1] <= start) ++at;
       const bool many = segments.offsets[at + MANY < m ? at + MANY : m] < start + count;
       for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {

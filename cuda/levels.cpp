@@ -184,7 +184,7 @@ void for_codes(const float* x, int64_t n, const Segments& segments, NormFrom nor
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-      const uint32_t* draw = draws.tile(part);
+      const uint32_t* draw = draws.tile_for(part, count, part);
       if (count < TILE || !tables.tile(part, t * TILE, draw, codes)) {
         spread.tile(t * TILE, count);
         const float *divisor = spread.row[0], *guess = spread.row[1];
@@ -213,11 +213,12 @@ void for_codes(const float* x, int64_t n, const Segments& segments, NormFrom nor
 
 // Codes of x, (n,), in [-levels, levels].
 GC_API int64_t gc_level_codes(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
-                              int levels, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int32_t* out,
-                              int threads) {
+                              int levels, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
+                              uint32_t workers, int32_t* out, int threads) {
   const bool stream = n >= STREAM_FROM;
-  for_codes(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, Key{seed, offset, step, who},
-            threads, [=](int64_t t, const int32_t* codes, int count) {
+  const Key key{seed, offset, step, who, workers};
+  for_codes(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, key, threads,
+            [=](int64_t t, const int32_t* codes, int count) {
               write_tile(out + t * TILE, codes, count, stream);
             });
   return 0;
@@ -242,17 +243,17 @@ void encode(const float* x, int64_t n, const Segments& segments, NormFrom norm_f
 // Code + levels in `bits` bits each.
 GC_API int64_t gc_level_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
                                int levels, int bits, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
-                               uint32_t* out, int threads) {
-  encode(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, bits, Key{seed, offset, step, who},
-         out, threads);
+                               uint32_t workers, uint32_t* out, int threads) {
+  const Key key{seed, offset, step, who, workers};
+  encode(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, bits, key, out, threads);
   return 0;
 }
 GC_CALLED(gc_level_encode)
 
 // The same by the largest magnitudes, which are written to `norms`, (m,). Short segments are read from memory once.
 GC_API int64_t gc_level_encode_max(const float* x, int64_t n, const int64_t* table, int64_t m, int levels, int bits,
-                                   uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, float* norms,
-                                   uint32_t* out, int threads) {
+                                   uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, uint32_t workers,
+                                   float* norms, uint32_t* out, int threads) {
   constexpr int64_t SHORT = 8 * TILE;
   int64_t longest = 0;
   for (int64_t s = 0; s < m; ++s) {
@@ -261,7 +262,7 @@ GC_API int64_t gc_level_encode_max(const float* x, int64_t n, const int64_t* tab
     norms[s] = 0;  // of an empty segment nobody asks
   }
   const Segments segments(table, m);
-  const Key key{seed, offset, step, who};
+  const Key key{seed, offset, step, who, workers};
   const float least = TINY * (float)levels;
   if (longest <= SHORT) {
     const auto found = [=, &segments](int64_t first) { return Found{x, segments, least, first, norms}; };

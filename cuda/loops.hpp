@@ -302,12 +302,94 @@ static inline void draw_tile(const Key& key, uint64_t tile, uint32_t* out, const
   }
 }
 
+// A register's elements.
+#if defined(__AVX512F__)
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
+#else
+constexpr int WIDTH = 4;
+#endif
+
+typedef uint32_t VecU __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t VecI __attribute__((vector_size(4 * WIDTH)));
+typedef float VecF __attribute__((vector_size(4 * WIDTH)));
+
+template <class V, class T>
+static inline V load_vector(const T* from) {
+  V v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+
+#if defined(__AVX512F__)
+inline VecU or_and(VecU a, VecU b, VecU c) {
+  return (VecU)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0xf8);
+}
+inline VecU xor_and(VecU a, VecU b, VecU c) {
+  return (VecU)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)c, 0x78);
+}
+#else
+inline VecU or_and(VecU a, VecU b, VecU c) { return a | (b & c); }
+inline VecU xor_and(VecU a, VecU b, VecU c) { return a ^ (b & c); }
+#endif
+
+// Turns independent draws into correlated ones (`gcbench.ops.random`), for tiles in increasing order.
+class Correlation {
+ public:
+  explicit Correlation(const Key& key)
+      : shared_{key.seed, 0, key.step, SHARED << 24 | key.who >> 24, 1},
+        workers_(key.workers ? key.workers : 1),
+        rank_((key.who & 0xffffffu) % workers_),
+        width_((1u << 24) / workers_) {}
+
+  bool active() const { return workers_ > 1; }
+
+  // The draws of tile `tile`, which `draws` has independently; mirrored where x, if it is not null, is negative.
+  void apply(uint64_t tile, uint32_t* draws, const float* x) {
+    if (tile / PERIOD != at_) philox_tile(shared_, at_ = tile / PERIOD, words_, nullptr);
+    const uint32_t *first = words_ + tile % PERIOD * LANES, *increment = words_ + (tile + 1) % PERIOD * LANES;
+    VecU place[LANES / WIDTH], by[LANES / WIDTH];
+    memcpy(place, first, sizeof place);
+    memcpy(by, increment, sizeof by);
+    const uint32_t n = workers_, strata = 0x1000000u - width_, high = width_ >> 12, low = width_ & 0xfffu;
+    const int shift = __builtin_ctz(n);
+    const bool even = (n & (n - 1)) == 0;  // then `strata` has the bits of a stratum's number
+    for (int v = 0; even && v < LANES / WIDTH; ++v) place[v] += rank_ * width_;
+    GC_ROLLED for (uint32_t* row = draws; row < draws + TILE; row += LANES) {
+      GC_UNROLL
+      for (int v = 0; v < LANES / WIDTH; ++v) {
+        VecU u = load_vector<VecU>(row + v * WIDTH);
+        if (even) {
+          u = or_and(u >> shift, place[v], VecU{} + strata);
+        } else {  // products of 48 bits, shifted right by 24, from those of their halves
+          const VecU y = place[v] & 0xffffffu, s = ((y >> 12) * n + ((y & 0xfffu) * n >> 12)) >> 12, k = s + rank_;
+          const VecU more = u >> 12, less = u & 0xfffu;
+          const VecU within = more * high + ((more * low + less * high + (less * low >> 12)) >> 12);
+          u = (k < n ? k : k - n) * width_ + within;
+        }
+        if (x) u = xor_and(u, (VecU)(load_vector<VecI>(x + (row - draws) + v * WIDTH) >> 31), VecU{} + 0xffffffu);
+        memcpy(row + v * WIDTH, &u, sizeof u);
+        place[v] += by[v];
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t SHARED = 7;  // gcbench.core.purposes
+  static constexpr uint64_t PERIOD = 8;  // tiles that share the words of one
+  GC_ALIGNED uint32_t words_[PERIOD * LANES];
+  const Key shared_;
+  const uint32_t workers_, rank_, width_;
+  uint64_t at_ = ~(uint64_t)0;
+};
+
 // The draws of one tile of the tensor at hand after the other, wherever in the bucket it begins.
 class Draws {
  public:
   Draws(const Key& key, int64_t first_tile)
-      : key_(key), next_(key.offset / TILE + first_tile), skew_(key.offset % TILE) {
-    if (skew_) draw_tile(key_, next_++, buffer_ + TILE);
+      : key_(key), correlation_(key), next_(key.offset / TILE + first_tile), skew_(key.offset % TILE) {
+    if (skew_) draw(buffer_ + TILE, nullptr, nullptr, true);
   }
 
   // The 1024 draws of the next tile. `reading` is the tile of the input that they are for, or null; the tile after the
@@ -315,13 +397,35 @@ class Draws {
   // second half while its own loop runs.
   const uint32_t* tile(const float* reading = nullptr, bool both = true) {
     if (skew_) memcpy(buffer_, buffer_ + TILE, sizeof buffer_ / 2);
-    draw_tile(key_, next_++, skew_ ? buffer_ + TILE : buffer_, reading, both);
+    draw(skew_ ? buffer_ + TILE : buffer_, nullptr, reading, both);
+    return buffer_ + skew_;
+  }
+
+  // As tile, the draws for `count` elements of x, where correlated ones are mirrored for those that are negative:
+  // codecs round magnitudes.
+  const uint32_t* tile_for(const float* x, int count, const float* reading = nullptr, bool both = true) {
+    if (!skew_ && count == TILE) {
+      draw(buffer_, x, reading, both);
+      return buffer_;
+    }
+    tile(reading, both);
+    if (correlation_.active()) {
+      uint32_t* draws = buffer_ + skew_;
+      GC_SIMD for (int i = 0; i < count; ++i) draws[i] ^= (0u - is_negative(x[i])) & 0xffffffu;
+    }
     return buffer_ + skew_;
   }
 
  private:
+  void draw(uint32_t* out, const float* x, const float* reading, bool both) {
+    draw_tile(key_, next_, out, reading, both);
+    if (correlation_.active()) correlation_.apply(next_, out, x);
+    ++next_;
+  }
+
   GC_ALIGNED uint32_t buffer_[2 * TILE];
   const Key& key_;
+  Correlation correlation_;
   uint64_t next_;
   int skew_;
 };
@@ -465,26 +569,6 @@ static inline double halve_all(double* values, int64_t n) {
 }
 
 // ---- writing ---------------------------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-constexpr int WIDTH = 16;
-#elif defined(__AVX2__)
-constexpr int WIDTH = 8;
-#else
-constexpr int WIDTH = 4;
-#endif
-
-// As many as a register holds.
-typedef uint32_t VecU __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t VecI __attribute__((vector_size(4 * WIDTH)));
-typedef float VecF __attribute__((vector_size(4 * WIDTH)));
-
-template <class V, class T>
-static inline V load_vector(const T* from) {
-  V v;
-  memcpy(&v, from, sizeof v);
-  return v;
-}
 
 constexpr int64_t STREAM_FROM = 1 << 22;  // elements from which on an output is too large to stay in a cache
 

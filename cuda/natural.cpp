@@ -104,14 +104,14 @@ bool add_rest(const Payloads& in, int64_t place, int count, float* sums) {
 
 // Codes of x, (n,).
 GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint64_t offset, uint32_t step,
-                                 uint32_t who, uint32_t* out, int threads) {
-  const Key key{seed, offset, step, who};
+                                 uint32_t who, uint32_t workers, uint32_t* out, int threads) {
+  const Key key{seed, offset, step, who, workers};
   parallel(tiles_of(n), threads, [=, &key](int64_t first, int64_t last) {
     Draws draws(key, first);
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
-      const uint32_t* draw = draws.tile(part);
+      const uint32_t* draw = draws.tile_for(part, count, part);
       pack_tile<B>([=](int i) { return natural_code(part[i], draw[i]); }, count, out + t * B * LANES);
     }
   });

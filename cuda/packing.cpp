@@ -97,16 +97,18 @@ GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bit
 }
 GC_CALLED(gc_unpack)
 
-// The draws of n elements: 24 bits each.
-GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, int64_t n, int32_t* out,
-                          int threads) {
-  const Key key{seed, offset, step, who};
+// The draws of n elements: 24 bits each; mirrored for negative elements of x, if it is not null, where they are
+// correlated.
+GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, uint32_t workers,
+                          const float* x, int64_t n, int32_t* out, int threads) {
+  const Key key{seed, offset, step, who, workers};
   const bool stream = n >= STREAM_FROM;
   parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
     Draws draws(key, first);
     for (int64_t t = first; t < last; ++t) {
-      const int64_t count = n - t * TILE < TILE ? n - t * TILE : TILE;
-      write_tile((uint32_t*)out + t * TILE, draws.tile(), (int)count, stream);
+      const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
+      const uint32_t* draw = x ? draws.tile_for(x + t * TILE, count) : draws.tile();
+      write_tile((uint32_t*)out + t * TILE, draw, count, stream);
     }
     if (stream) end_stream();
   });

@@ -679,7 +679,7 @@ GC_CALLED(gc_largest_elements)
 // The k largest random words of each segment.
 GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, const int64_t* runs,
                                    int64_t count, int64_t* positions, int threads) try {
-  const Words source{Key{seed, offset, step, who}};
+  const Words source{Key{seed, offset, step, who, 1}};
   select(source, (const Run*)runs, count, threads, Kept{positions, nullptr});
   return 0;
 } catch (const std::bad_alloc&) {

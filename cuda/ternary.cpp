@@ -9,9 +9,9 @@ using namespace gc;
 // Codes of x, (n,), with the clipping threshold `limit` (null: none) and the scale of each segment.
 GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* limit,
                                  const float* scale, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
-                                 uint32_t* out, int threads) {
+                                 uint32_t workers, uint32_t* out, int threads) {
   const Segments segments(table, m);
-  const Key key{seed, offset, step, who};
+  const Key key{seed, offset, step, who, workers};
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     auto spread = spread_values<2>(segments, first * TILE, [=](int64_t s, float* values) {
       values[0] = limit ? limit[s] : __builtin_inff();
@@ -22,7 +22,7 @@ GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table
       const float* part = x + t * TILE;
       const int count = (int)(n - t * TILE < TILE ? n - t * TILE : TILE);
       spread.tile(t * TILE, count);
-      const uint32_t* draw = draws.tile(part, false);
+      const uint32_t* draw = draws.tile_for(part, count, part, false);
       const float *limits = spread.row[0], *steps = spread.row[1];
       pack_tile<2>(
           [=](int i) { return ternary_code(part[i], limits[i], steps[i], draw[i]); }, count,

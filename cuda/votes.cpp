@@ -133,7 +133,7 @@ GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts,
   const uint32_t win = least(width == 2 ? quorum : toss ? 1 : 0), lose = width == 2 ? least(1 - quorum) : least(0);
   const int used = 32 - __builtin_clz((uint32_t)(wide ? 2 * workers : workers));
   const bool plain = !wide && width == 1 && !toss && workers == number && number < 64;
-  const Key key{seed, offset, step, who};
+  const Key key{seed, offset, step, who, 1};
   uint32_t wrong = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     if (plain) {

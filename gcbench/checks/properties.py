@@ -20,6 +20,7 @@ CHECKS: Mapping[str, Callable[[Compressor], Measurement]] = {
     "number of threads": payloads.threads,
     "nominal bits": payloads.nominal_bits,
     "independent noise": statistics.independent,
+    "correlated noise": statistics.correlated,
     "unbiased": statistics.unbiased,
     "variance": statistics.variance,
     "contraction": statistics.contraction,

@@ -42,12 +42,16 @@ KEY_CHANGES: Mapping[str, tuple[Key, ...]] = {
     "streams": (Key(0, 0, 0, 0, purposes.MERGE),),
 }
 """Increments of each field of a key; the draws at all of these keys must differ."""
+ADDED = tuple(name for name in Key._fields if name != "workers")
+"""The fields of a key to which increments are added; `workers` is the last one."""
 REPEATS = 24
 """Further keys at which two increments must give the same draws before the method is refused."""
 ROW_CORRELATION = 0.004
 """Correlation of the draws of neighbouring rows (`ops.random`)."""
 UNLIKELY = 2 * math.exp(-30)
 """Probability that a correlation of independent noise exceeds its limit; of 2^15 of them 6e-9."""
+CREWS = (4, 6)
+"""Numbers of workers with correlated noise: a power of two, and none."""
 COIN_DRAWS = 20_000
 """Elements of the tied vote."""
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
@@ -79,7 +83,7 @@ def independent(method: Compressor) -> Measurement:
 
 
 def _describe(added: Key) -> str:
-    fields = zip(added._fields, added, strict=True)
+    fields = zip(ADDED, added, strict=False)
     return "the first" if added == NOTHING else ", ".join(f"{n} + {by}" for n, by in fields if by)
 
 
@@ -113,7 +117,7 @@ def _keys(method: Compressor) -> list[tuple[str, Key]]:
 def _drawn_at(method: Compressor, first: Key, keys: Sequence[tuple[str, Key]]) -> list[bytes]:
     """Return the decoded bytes of the same 2000 values at each key `first` + increment."""
     segments, x = calls.segments_of(method, [(40, 50)]), inputs.normal(2000)
-    added = [Key(*map(sum, zip(first, key, strict=True))) for _, key in keys]
+    added = [Key(*(a + b for a, b, _ in zip(first, key, ADDED, strict=False))) for _, key in keys]
     return [oracle.raw(calls.round_trip(method, x, segments, key)) for key in added]
 
 
@@ -233,6 +237,49 @@ def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
     rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * DRAWS)
     sd = errors.std(0) / math.sqrt(DRAWS)
     return float((errors.mean(0).abs() / (sd.clamp(min=least) + rare)).max())
+
+
+def correlated(method: Compressor) -> Measurement:
+    """The mean of N workers with the same input has at most two values per element.
+
+    They are 1 / N of the distance between the element's levels apart, so its variance is at most
+    1 / (4 N^2) of that distance squared. Each worker is unbiased, and all of the N different.
+    """
+    if not method.claims.correlated:
+        raise NotDeclaredError("independent noise")
+    worst, faults = 0.0, []
+    for workers in CREWS:
+        decoded, target = _of_workers(method, workers)
+        gap = decoded.amax((0, 1)) - decoded.amin((0, 1))
+        means = decoded.mean(0)
+        spread = (means.amax(0) - means.amin(0)) / gap.clamp(min=1e-30) * workers
+        worst = max(worst, float(spread.max()))
+        off = max(_deviations(one - target, 1e-7) for one in decoded)
+        if off > Z:
+            faults.append(f"a worker of {workers} is biased: {off:.2f} sd")
+    if worst > 1 + 1e-5:
+        faults.append("errors of equal inputs do not cancel")
+    bound = "1 / N of a step, each worker unbiased"
+    return Measurement(f"{worst:.2f} / N of a step", bound, not faults, "; ".join(faults[:2]))
+
+
+def _of_workers(method: Compressor, workers: int) -> tuple[Tensor, Tensor]:
+    """Return what workers with the same input decode, float64, (workers, DRAWS, n), and the target.
+
+    The copies are tensors of one bucket, see `_drawn`.
+    """
+    sample = _sample()
+    n = len(sample)
+    x = sample.repeat(DRAWS)
+    segments = calls.segments_of(method, [(n,)] * DRAWS)
+    shared = calls.agree(method, [x] * workers, segments)
+    ctx = Context(segments, shared, calls.KEY, workers=workers)
+    decoded = []
+    for rank in range(workers):
+        payload = codec.encode(method, x, ctx._replace(key=calls.KEY._replace(rank=rank)))
+        decoded.append(codec.decode(method, payload, ctx).double().view(DRAWS, n))
+    target = method.claims.target(x, ctx).double().view(DRAWS, n)
+    return torch.stack(decoded), target
 
 
 def variance(method: Compressor) -> Measurement:

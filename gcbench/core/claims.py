@@ -85,6 +85,15 @@ class Claims(Generic[C]):
         return False
 
     @property
+    def correlated(self) -> bool:
+        """Whether the noise of different workers is correlated so that errors cancel in the mean.
+
+        Of N workers with the same x, an element's mean then takes two values at most, 1 / N of the
+        distance between its levels apart. True where a field `noise` is "correlated".
+        """
+        return getattr(self.codec, "noise", "independent") == "correlated"
+
+    @property
     def smallest(self) -> float:
         """Segments whose `target` has no larger magnitude may be sent as zeros; default 2^-100."""
         return 2.0**-100

@@ -31,6 +31,7 @@ from gcbench.core.payload import (
     Segments,
     aligned,
     check_finite,
+    check_noise,
     layout_bytes,
 )
 from gcbench.core.rule import UpdateRule
@@ -50,6 +51,7 @@ __all__ = [
     "Segments",
     "aligned",
     "check_finite",
+    "check_noise",
     "cuttable",
     "fuses_feedback",
     "layout_bytes",

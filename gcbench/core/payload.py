@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gcbench.core import purposes
 from gcbench.core.errors import PayloadError, UsageError
 
 TILE = 1024
@@ -40,6 +41,9 @@ class Key(NamedTuple):
     """Index in the bucket of the tensor's first element."""
     stream: int = 0
     """The purpose of the numbers: one of the constants of `gcbench.core.purposes`."""
+    workers: int = 1
+    """The number of workers among which this element's draws are correlated, see
+    `gcbench.ops.random`; 1: independent."""
 
     def words(self) -> tuple[tuple[int, int], int, int]:
         """Return Philox's two 32-bit key words, and its two counter words without an index.
@@ -47,8 +51,10 @@ class Key(NamedTuple):
         The latter are the step, and the stream in the upper 8 bits with the rank in the lower 24.
 
         Raises:
-            ValueError: step, rank or stream is out of range.
+            ValueError: step, rank, stream or workers is out of range.
         """
+        if not 1 <= self.workers < 2**20:
+            raise ValueError(f"{self}: expected 1 to 2^20 - 1 workers")
         if not (0 <= self.step < 2**32 and 0 <= self.rank < 2**24 and 0 <= self.stream < 2**8):
             raise ValueError(
                 f"{self}: expected step below 2^32, rank below 2^24 and stream below 2^8"
@@ -294,6 +300,22 @@ class Segments:
         return Segments((0, *inner, stop - start)), which
 
 
+NOISES = ("independent", "correlated")
+"""How the random numbers of different workers for the same element relate."""
+
+
+def check_noise(noise: str, rounding: str = "stochastic") -> None:
+    """Check a method's field `noise`.
+
+    Raises:
+        ValueError: it is not one of `NOISES`, or "correlated" with another rounding.
+    """
+    if noise not in NOISES:
+        raise ValueError(f"noise={noise!r}: expected {' or '.join(NOISES)}")
+    if noise == "correlated" and rounding != "stochastic":
+        raise ValueError(f"noise='correlated' needs rounding='stochastic', not {rounding!r}")
+
+
 NOTHING = torch.empty(0)
 """`Context.shared` of a method without a statistic."""
 
@@ -336,6 +358,15 @@ class Context(NamedTuple):
     def step(self) -> int:
         """The step, counted from 0."""
         return self.key.step
+
+    def draws(self, noise: str) -> Key:
+        """Return the address of the random numbers for `noise`, one of `NOISES`.
+
+        "correlated": the workers' draws of an element are correlated. An owner that merges is the
+        only one to encode an element, so its draws are independent.
+        """
+        correlated = noise == "correlated" and self.key.stream == purposes.ENCODE
+        return self.key._replace(workers=self.workers) if correlated else self.key
 
     def part(self, number: int) -> Tensor | None:
         """Return the buffer for part `number` of the payload; None: return a new tensor."""

@@ -42,7 +42,9 @@ class Element(NamedTuple):
 _E4M3 = (c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(127))
 E2M1 = Element(4, 2, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 E4M3 = Element(8, 8, tuple(_E4M3))
+ELEMENTS = {element.bits: element for element in (E2M1, E4M3)}
 BLOCK = {"mx": 32, "nv": 16}
+NO_DRAWS = Key(0, 0, 0)
 FLOAT_MAX = torch.finfo(torch.float32).max
 BIAS = 127
 """Of a power of two as a byte: E8M0."""
@@ -79,7 +81,7 @@ def _stochastic(v: Tensor, element: Element, key: Key) -> Tensor:
 
 
 def _codes(
-    x: Tensor, scales: Tensor, element: Element, key: Key | None, blocks: Segments
+    x: Tensor, scales: Tensor, element: Element, stochastic: bool, key: Key, blocks: Segments
 ) -> Tensor:
     """Return the codes of x / scale, int32; 0 in blocks of scale 0."""
     divisor = torch.where(scales > 0, scales, torch.inf)
@@ -87,7 +89,7 @@ def _codes(
     for which, rows in blocks.views(v):
         rows.div_(divisor[which].unsqueeze(1))
     size = v.abs()
-    codes = nearest(size, element) if key is None else _stochastic(size, element, key)
+    codes = _stochastic(size, element, key) if stochastic else nearest(size, element)
     sign = torch.signbit(v) & (codes > 0)
     return codes + (sign.int() << element.bits - 1)
 
@@ -136,13 +138,20 @@ def _power(exponents: Tensor) -> Tensor:
 
 @operation()
 def _encode_mx(
-    x: Tensor, element: Element, key: Key | None, segments: Segments, words: Tensor, scales: Tensor
+    x: Tensor,
+    bits: int,
+    stochastic: bool,
+    key: Key,
+    segments: Segments,
+    words: Tensor,
+    scales: Tensor,
 ) -> None:
+    element = ELEMENTS[bits]
     top = statistics.absmax(x, segments)
     valid = (top >= TINY) & top.isfinite()
     exponent = torch.frexp(torch.where(valid, top, 1.0)).exponent - 1 - element.exponent
     scales.copy_(torch.where(valid, exponent + BIAS, 0))
-    _write(_codes(x, _power(scales), element, key, segments), element, words)
+    _write(_codes(x, _power(scales), element, stochastic, key, segments), element, words)
 
 
 def encode_mx(
@@ -166,17 +175,17 @@ def encode_mx(
     slots: Sequence[Tensor | None] = (None, None) if out is None else out
     words = output(slots[0], *code_words(n, element), x.device)
     scales = output(slots[1], torch.uint8, len(segments), x.device)
-    _encode_mx(
-        x.device, x=x, element=element, key=key, segments=segments, words=words, scales=scales
-    )
+    draws = {"stochastic": key is not None, "key": key or NO_DRAWS}
+    arguments = {"x": x, "bits": element.bits, "segments": segments, **draws}
+    _encode_mx(x.device, **arguments, words=words, scales=scales)
     return words, scales
 
 
 @operation(_fault)
 def _decode_mx(
-    words: Tensor, scales: Tensor, element: Element, segments: Segments, name: str, out: Tensor
+    words: Tensor, scales: Tensor, bits: int, segments: Segments, name: str, out: Tensor
 ) -> None:
-    arguments = {"name": name}
+    arguments, element = {"name": name}, ELEMENTS[bits]
     least, most = BIAS - 100 - element.exponent, BIAS + 127 - element.exponent
     if not ((scales == 0) | ((scales >= least) & (scales <= most))).all():
         raise _fault(1, arguments)
@@ -202,7 +211,7 @@ def decode_mx(
     words = part(parts[0], *code_words(n, element), f"{name}: codes")
     scales = part(parts[1], torch.uint8, len(segments), f"{name}: scales")
     out = output(out, torch.float32, n, words.device)
-    arguments = {"words": words, "scales": scales, "element": element, "segments": segments}
+    arguments = {"words": words, "scales": scales, "bits": element.bits, "segments": segments}
     _decode_mx(words.device, **arguments, name=name, out=out)
     return out
 
@@ -234,7 +243,8 @@ def per_block(values: Tensor, segments: Segments) -> Tensor:
 @operation()
 def _encode_nv(
     x: Tensor,
-    key: Key | None,
+    stochastic: bool,
+    key: Key,
     segments: Segments,
     words: Tensor,
     scales: Tensor,
@@ -249,7 +259,8 @@ def _encode_nv(
     # A block's scale relative to the largest, 448; at least the smallest e4m3 value.
     bytes_ = torch.where(peak > 0, nearest(share * E4M3.top, E4M3).clamp(min=1), 0)
     scales.copy_(bytes_)
-    _write(_codes(x, _nv_scales(scales, tops, segments), E2M1, key, blocks), E2M1, words)
+    codes = _codes(x, _nv_scales(scales, tops, segments), E2M1, stochastic, key, blocks)
+    _write(codes, E2M1, words)
 
 
 def _nv_scales(scales: Tensor, tops: Tensor, segments: Segments) -> Tensor:
@@ -273,7 +284,9 @@ def encode_nv(
     words = output(slots[0], *code_words(n, E2M1), x.device)
     scales = output(slots[1], torch.uint8, block_count(segments), x.device)
     tops = output(slots[2], torch.float32, len(segments), x.device)
-    _encode_nv(x.device, x=x, key=key, segments=segments, words=words, scales=scales, tops=tops)
+    draws = {"stochastic": key is not None, "key": key or NO_DRAWS}
+    arguments = {"x": x, "segments": segments, **draws}
+    _encode_nv(x.device, **arguments, words=words, scales=scales, tops=tops)
     return words, scales, tops
 
 

@@ -120,6 +120,8 @@ class Operation:
         self.definition, self.fault = definition, fault
         self.serving: dict[str, Kernel] = {}
         """The kernels of the chosen backends, by type of device."""
+        self.independent: set[Kernel] = set()
+        """Those that cannot correlate the draws of several workers, `Key.workers`."""
 
     def __call__(self, device: torch.device, /, **arguments: Any) -> Any:
         """Run the kernel for this device, or the definition; return its result, a number or None.
@@ -137,7 +139,8 @@ class Operation:
                         f"{self.name}: {name} is on {tensor.device}: expected {device}"
                     )
         kernel = self.serving.get(device.type)
-        if kernel is None:
+        key = arguments.get("key")
+        if kernel is None or (key is not None and key.workers > 1 and kernel in self.independent):
             return self.definition(**arguments)
         result = kernel(**arguments)
         if isinstance(result, Flag):
@@ -197,10 +200,13 @@ def _home(backend: str) -> Any:
 
 def _serve(op: Operation, chosen: Mapping[str, str]) -> None:
     op.serving.clear()
+    op.independent.clear()
     for device, backend in chosen.items():
         kernel = _home(backend).KERNELS.get(op.name)
         if kernel is not None:
             op.serving[device] = kernel
+            if backend == "cuda":
+                op.independent.add(kernel)
 
 
 class Backend(NamedTuple):

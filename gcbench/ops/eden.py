@@ -119,10 +119,18 @@ def rotate(
 
 
 @operation()
-def _quantize(
-    r: Tensor, bits: int, least: bool, segments: Segments, words: Tensor, scales: Tensor
+def _encode(
+    x: Tensor,
+    address: Tensor,
+    bits: int,
+    positive: Sequence[float],
+    rotations: int,
+    least: bool,
+    segments: Segments,
+    words: Tensor,
+    scales: Tensor,
 ) -> None:
-    table = centroids(bits, r.device)
+    r, table = rotate(x, address, rotations, segments), centroids(bits, x.device)
     square = statistics.moments(r, segments)[1]
     lengths = square.new_tensor([float(n) for n in segments.lengths])
     factor = torch.where(square > 0, (lengths / square).sqrt(), 0.0).clamp_(max=FLOAT_MAX)
@@ -167,18 +175,20 @@ def encode(
     address = output(slots[2], torch.int32, 4, x.device)
     random.draws24(key._replace(offset=0), 2, out=address[:2])
     address[2:] = torch.tensor([key.offset & MASK, key.offset >> WORD_BITS])
-    r = rotate(x, address, rotations, segments)
-    arguments = {"r": r, "bits": bits, "least": least, "segments": segments}
-    _quantize(x.device, **arguments, words=words, scales=scales)
+    arguments = {"x": x, "address": address, "bits": bits, "positive": POSITIVE[bits - 1]}
+    arguments |= {"rotations": rotations, "least": least, "segments": segments}
+    _encode(x.device, **arguments, words=words, scales=scales)
     return words, scales, address
 
 
 @operation(_fault)
-def _dequantize(
+def _decode(
     words: Tensor,
     scales: Tensor,
     address: Tensor,
     bits: int,
+    positive: Sequence[float],
+    rotations: int,
     segments: Segments,
     name: str,
     out: Tensor,
@@ -195,6 +205,7 @@ def _dequantize(
             raise _fault(2, arguments)
     torch.index_select(centroids(bits, out.device), 0, codes, out=out)
     scale_(out, scales, segments)
+    rotate(out, address, rotations, segments, inverse=True, out=out)
 
 
 def decode(
@@ -221,5 +232,6 @@ def decode(
     address = part(parts[2], torch.int32, 4, f"{name}: address")
     out = output(out, torch.float32, n, words.device)
     arguments = {"words": words, "scales": scales, "address": address, "bits": bits}
-    _dequantize(words.device, **arguments, segments=segments, name=name, out=out)
-    return rotate(out, address, rotations, segments, inverse=True, out=out)
+    arguments |= {"positive": POSITIVE[bits - 1], "rotations": rotations, "segments": segments}
+    _decode(words.device, **arguments, name=name, out=out)
+    return out

@@ -13,7 +13,7 @@ from gcbench.core.errors import PayloadError
 from gcbench.ops import statistics
 from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.means import mean_onto
-from gcbench.ops.random import uniform
+from gcbench.ops.random import draws_for
 from gcbench.ops.statistics import TINY, scale_
 
 TOP = 127
@@ -44,7 +44,7 @@ def _encode(
         scaled.nan_to_num_(nan=0.0)  # infinity over infinity
     if stochastic:
         low = scaled.abs().floor_()
-        up = uniform(key, len(x), x.device) < scaled.abs().sub_(low)
+        up = draws_for(x, key).float().mul_(2.0**-24) < scaled.abs().sub_(low)
         scaled = low.add_(up).copysign_(scaled)
     else:
         scaled.round_()

@@ -14,7 +14,7 @@ from gcbench.ops import bitstream, packing, statistics
 from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.means import mean_onto
 from gcbench.ops.packing import BLOCK, packed_words
-from gcbench.ops.random import draws24
+from gcbench.ops.random import draws_for
 from gcbench.ops.statistics import TINY, scale_
 
 NORMS = ("max", "2")
@@ -89,7 +89,7 @@ def _codes(
         below = _levels(code, divisor, norm)
         gap = _levels(code + 1, divisor, norm).sub_(below)
         place = key._replace(offset=key.offset + start)
-        draws = draws24(place, stop - start, x.device).float().add_(0.5).mul_(2.0**-24)
+        draws = draws_for(x[start:stop], place).float().add_(0.5).mul_(2.0**-24)
         code += draws.mul_(gap) <= size.sub_(below)
         if not finite:
             code.masked_fill_(~norm.isfinite(), 0.0)

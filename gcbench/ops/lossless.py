@@ -36,8 +36,13 @@ def _per_element(values: Tensor, segments: Segments) -> Tensor:
 
 @operation()
 def _split(
-    values: Tensor, segments: Segments, fractions: Tensor, words: Tensor, tops: Tensor
-) -> Tensor:
+    values: Tensor,
+    segments: Segments,
+    fractions: Tensor,
+    words: Tensor,
+    tops: Tensor,
+    escaped: Tensor,
+) -> int:
     bits = values.view(torch.int16).int()
     fractions.copy_((bits >> 8 & 0x80) | (bits & 0x7F))
     exponents = bits >> 7 & 0xFF
@@ -45,7 +50,9 @@ def _split(
         tops[which] = rows.amax(1).to(torch.uint8) if rows.shape[1] else 0
     codes = (_per_element(tops, segments).int() - exponents).clamp_(max=ESCAPE)
     packing.pack(codes, BITS, out=words)
-    return exponents[codes == ESCAPE].to(torch.uint8)
+    large = exponents[codes == ESCAPE]
+    escaped[: len(large)] = large.to(torch.uint8)
+    return len(large)
 
 
 def encode(values: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,9 +67,10 @@ def encode(values: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, 
     fractions = output(None, torch.uint8, n, values.device)
     words = output(None, torch.int32, packing.packed_words(n, BITS), values.device)
     tops = output(None, torch.uint8, len(segments), values.device)
+    escaped = output(None, torch.uint8, n, values.device)
     arguments = {"values": values, "segments": segments, "fractions": fractions}
-    escaped = _split(values.device, **arguments, words=words, tops=tops)
-    return fractions, words, tops, escaped
+    total = _split(values.device, **arguments, words=words, tops=tops, escaped=escaped)
+    return fractions, words, tops, escaped[:total].clone()
 
 
 @operation(_fault)

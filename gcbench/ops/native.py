@@ -34,8 +34,18 @@ ROWS = {
     "bitstream.omega_dense_write": "gc_omega_dense_write codes n levels out",
     "bitstream.omega_sparse_read": "gc_omega_sparse_read words #words n levels codes info",
     "bitstream.omega_sparse_write": "gc_omega_sparse_write codes n levels out",
+    "blockfloat.decode_mx": "gc_mx_decode words scales n table m bits out threads",
+    "blockfloat.decode_nv": "gc_nv_decode words scales tops n table m out threads",
+    "blockfloat.encode_mx": "gc_mx_encode x n table m bits stochastic key words scales threads",
+    "blockfloat.encode_nv": "gc_nv_encode x n table m stochastic key words scales tops threads",
     "dct.forward": "gc_dct_forward x chunks #chunks matrices out threads",
     "dct.inverse": "gc_dct_inverse x chunks #chunks matrices out threads",
+    "eden.decode": (
+        "gc_eden_decode words scales address n table m bits positive rotations out threads"
+    ),
+    "eden.encode": (
+        "gc_eden_encode x n table m address bits positive rotations least words scales threads"
+    ),
     "fp8.decode": "gc_fp8_decode codes scales n table m out threads",
     "fp8.encode": "gc_fp8_encode x n table m codes scales threads",
     "hadamard.decode": "gc_hadamard_decode words scales n table m out threads",
@@ -44,25 +54,29 @@ ROWS = {
     "half.encode": "gc_half_encode x n brain out threads",
     "half.mean": "gc_half_mean codes counts #codes workers n brain out threads",
     "int8.decode": "gc_int8_decode codes scales n table m onto count out threads",
-    "int8.encode": "gc_int8_encode x n table m stochastic key codes scales threads",
+    "int8.encode": "gc_int8_encode x n table m stochastic key workers codes scales threads",
     "int8.mean": "gc_int8_mean codes scales counts #codes workers n table m out threads",
-    "levels.codes": "gc_level_codes x n table m norms levels key out threads",
+    "levels.codes": "gc_level_codes x n table m norms levels key workers out threads",
     "levels.decode": (
         "gc_level_decode words bits norms exact levels n table m onto count out threads"
     ),
-    "levels.encode": "gc_level_encode x n table m norms levels bits key out threads",
-    "levels.encode_max": "gc_level_encode_max x n table m levels bits key norms out threads",
+    "levels.encode": "gc_level_encode x n table m norms levels bits key workers out threads",
+    "levels.encode_max": (
+        "gc_level_encode_max x n table m levels bits key workers norms out threads"
+    ),
     "levels.mean": (
         "gc_level_mean words norms counts #words workers bits exact levels n table m out threads"
     ),
     "levels.norms": "gc_level_norms x table m two levels out threads",
+    "lossless.join": "gc_lossless_join fractions words tops escaped #escaped n table m out",
+    "lossless.split": "gc_lossless_split values n table m fractions words tops escaped",
     "lowrank.orthonormalize": "gc_lowrank_orthonormalize vectors r n collapsed out",
     "lowrank.product": "gc_lowrank_product left right rank rows columns out threads",
-    "natural.encode": "gc_natural_encode x n key out threads",
+    "natural.encode": "gc_natural_encode x n key workers out threads",
     "natural.mean": "gc_natural_mean words counts #words workers n out threads",
     "packing.pack": "gc_pack codes size n bits out threads",
     "packing.unpack": "gc_unpack words rows n bits out threads",
-    "random.draws24": "gc_draws24 key n out threads",
+    "random.draws24": "gc_draws24 key workers x n out threads",
     "rangefloat.pack": "gc_range_pack values n groups m bits mantissa grids out threads",
     "rangefloat.unpack": "gc_range_unpack words grids m n groups bits mantissa out threads",
     "selection.gather": "gc_gather x n positions total out threads",
@@ -92,7 +106,7 @@ ROWS = {
     "spectrum.unscaled": "gc_spectrum_unscaled bins unit table m places out energy threads",
     "statistics.absmax": "gc_segment_absmax x table m out threads",
     "statistics.moments": "gc_segment_statistics x table m nothing total square threads",
-    "ternary.encode": "gc_ternary_encode x n table m limit scale key out threads",
+    "ternary.encode": "gc_ternary_encode x n table m limit scale key workers out threads",
     "ternary.mean": ("gc_ternary_mean words bits tops #words workers scale n table m out threads"),
     "ternary.merge": "gc_ternary_merge words bits tops #words n width out threads",
     "ternary.scales": "gc_ternary_scales x table m clip at_limit limit scale threads",
@@ -101,8 +115,9 @@ ROWS = {
 """The C function of each operation, and its arguments by their names in the operation.
 
 `n`, `m` and `table` come from `segments` if the operation has no such argument. A key is passed as
-four numbers. `#name` is the length of the argument `name`, `threads` the number of torch's threads,
-and `nothing` a null pointer.
+four numbers, and `workers` after it as the number of workers with correlated draws. `#name` is the
+length of the argument `name`, `threads` the number of torch's threads, and `nothing` a null
+pointer.
 """
 
 ISAS = ("baseline", "avx2", "avx512")
@@ -265,16 +280,20 @@ def _row(text: str) -> Kernel:
     def kernel(**arguments: Any) -> int:
         segments = arguments.get("segments")
         values: list[Any] = []
+        crew = 1  # workers with correlated draws
         for argument in names:
             if argument in arguments:
                 value = arguments[argument]
                 if isinstance(value, Key):
                     (low, high), step, who = value.words()
                     values += (high << 32 | low, value.offset, step, who)
+                    crew = value.workers
                 else:
                     values.append(value)
             elif argument == "threads":
                 values.append(torch.get_num_threads())
+            elif argument == "workers":
+                values.append(crew)
             elif argument == "nothing":
                 values.append(None)
             elif argument[0] == "#":

@@ -14,7 +14,7 @@ from gcbench.ops import packing
 from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.means import mean_of
 from gcbench.ops.packing import packed_words
-from gcbench.ops.random import draws24
+from gcbench.ops.random import draws_for
 
 BITS = 9
 TOP = 254
@@ -35,7 +35,7 @@ def power(exponent: Tensor) -> Tensor:
 @operation()
 def _encode(x: Tensor, n: int, key: Key, out: Tensor) -> None:
     bits = x.view(torch.int32) & 0x7FFFFFFF
-    up = draws24(key, n, x.device) < (bits & 0x7FFFFF) << 1
+    up = draws_for(x, key) < (bits & 0x7FFFFF) << 1
     exponent = bits >> 23
     exponent = (exponent + (up & (exponent > 0))).clamp_(max=TOP)
     sign = ((x < 0) & (exponent > 0)).int()

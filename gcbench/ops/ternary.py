@@ -16,7 +16,7 @@ from gcbench.core.errors import PayloadError
 from gcbench.ops import packing, statistics
 from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
-from gcbench.ops.random import draws24
+from gcbench.ops.random import draws_for
 from gcbench.ops.statistics import TINY, clamp_, scale_
 
 BAD_SCALE = "ternary payload: scales must be finite and not negative"
@@ -95,7 +95,7 @@ def _encode(
         if limit is not None:
             clamp_(magnitude, limit[which.start : which.stop], shard)
         place = key._replace(offset=key.offset + start)
-        draws = draws24(place, stop - start, x.device).float().add_(0.5)
+        draws = draws_for(x[start:stop], place).float().add_(0.5)
         hit = scale_(draws, step[which.start : which.stop], shard) <= magnitude
         # 1 + t: 2 for +s, 0 for -s, 1 for 0
         sign = torch.signbit(x[start:stop]).to(torch.int8).mul_(-2).add_(1)

@@ -497,6 +497,25 @@ def _fp8_decode(g: Gradient) -> Timed:
     return Timed(lambda: ops.fp8.decode(*coded, blocks, "", out=out), nbytes(coded, out))
 
 
+def _blockfloat(g: Gradient, kind: str, decode: bool) -> Timed:
+    """Prepare encoding or decoding in 4 bits."""
+    segments, out = g.segments(BLOCKS[kind]), g.empty(torch.float32, g.n)
+    code = (ops.blockfloat.E2M1,) if kind == "mx" else ()
+    encode = partial(getattr(ops.blockfloat, f"encode_{kind}"), g.x, *code, segments)
+    coded = encode()
+    if not decode:
+        return Timed(lambda: encode(out=coded), nbytes(g.x, coded))
+    decoder = partial(getattr(ops.blockfloat, f"decode_{kind}"), coded, *code, segments, "")
+    return Timed(lambda: decoder(out=out), nbytes(coded, out))
+
+
+BLOCKS: Mapping[str, str | int] = {"mx": 32, "nv": "tensor"}
+for _kind in BLOCKS:
+    for _part in ("encode", "decode"):
+        _name = f"blockfloat.{_part}_{_kind}"
+        case(_name, op=_name)(partial(_blockfloat, kind=_kind, decode=_part == "decode"))
+
+
 # rotations
 
 
@@ -518,6 +537,26 @@ def _hadamard_decode(g: Gradient) -> Timed:
     blocks, out = g.segments(ROTATED), g.empty(torch.float32, g.n)
     coded = ops.hadamard.encode(g.x, blocks)
     return Timed(lambda: ops.hadamard.decode(*coded, blocks, "", out=out), nbytes(coded, out))
+
+
+def _eden_code(g: Gradient) -> tuple[Segments, Any]:
+    """Return the blocks, and the call that encodes in 4 bits with two rotations."""
+    blocks = g.segments(1024)
+    return blocks, partial(ops.eden.encode, g.x, 4, 2, False, blocks, KEY)
+
+
+@case("eden_encode")
+def _eden_encode(g: Gradient) -> Timed:
+    _, encode = _eden_code(g)
+    out = encode()
+    return Timed(lambda: encode(out=out), nbytes(g.x, out))
+
+
+@case("eden_decode")
+def _eden_decode(g: Gradient) -> Timed:
+    (blocks, encode), out = _eden_code(g), g.empty(torch.float32, g.n)
+    coded = encode()
+    return Timed(lambda: ops.eden.decode(coded, 4, 2, blocks, "", out=out), nbytes(coded, out))
 
 
 @case("dct_forward")

@@ -222,7 +222,7 @@ def test_rounding_rule_at_its_borders(levels, scale, monkeypatch):
     border = (distance.double() / gap * 2**24 - 0.5).floor().long()
     for u in (border * 0, border * 0 + 2**24 - 1, border - 1, border, border + 1):
         draws = u.clamp(0, 2**24 - 1).int()
-        monkeypatch.setattr("gcbench.ops.levels.draws24", lambda *_, draws=draws: draws)
+        monkeypatch.setattr("gcbench.ops.levels.draws_for", lambda *_, draws=draws: draws)
         with ops.using("reference"):  # kernels draw for themselves; they are compared elsewhere
             codes = ops.levels.codes(x, norm, levels, one(len(x)), Key(0, 0, 0))
             mirrored = ops.levels.codes(-x, norm, levels, one(len(x)), Key(0, 0, 0))

@@ -28,6 +28,11 @@ SHARED_FROM = 5000
 
 KEYS = (Key(3, 5, 2), Key(2**63 + 11, 2**32 - 1, 7, 2**37 + 4321, 1))
 """The first draws from the beginning of tiles, the second from within them, beyond 2^32 lanes."""
+CORRELATED = tuple(
+    KEYS[i]._replace(rank=rank, workers=workers)
+    for i, rank, workers in ((0, 2, 4), (1, 77, 6), (1, 3, 4096), (0, 0, 2**20 - 1))
+)
+"""Draws that are correlated among workers: of numbers that are powers of two, and others."""
 
 
 class Call(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from gcbench import ops
 from gcbench.core.compressor import TILE, Segments
-from kernel_cases import KEYS, Call, nonfinite, segmentations, values
+from kernel_cases import CORRELATED, KEYS, Call, nonfinite, segmentations, values
 
 
 def cases(n: int) -> Iterator[Call]:
@@ -17,7 +17,8 @@ def cases(n: int) -> Iterator[Call]:
         inputs = [*values(n), *nonfinite(n), ("odd nan", odd_nan(n)), ("halves", halves(n))]
         for what, x in inputs if n <= 5000 else inputs[:1] + inputs[-3:]:
             for rounding in ops.int8.ROUNDINGS:
-                for key in KEYS if rounding == "stochastic" else KEYS[:1]:
+                keys = (*KEYS, CORRELATED[len(segments) % 4])
+                for key in keys if rounding == "stochastic" else keys[:1]:
                     name = f"{what} {cut} {rounding} {key}"
                     yield Call("int8.encode", name, (x, segments, rounding, key))
         yield from payloads(n, cut, segments)

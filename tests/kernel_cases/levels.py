@@ -8,7 +8,7 @@ import torch
 
 from gcbench import ops
 from gcbench.core.compressor import TILE, Segments
-from kernel_cases import KEYS, Call, nonfinite, segmentations, values
+from kernel_cases import CORRELATED, KEYS, Call, nonfinite, segmentations, values
 
 LEVELS = (1, 3, 7, 15, 100, 127, 4093, 32767)
 
@@ -19,7 +19,8 @@ def cases(n: int) -> Iterator[Call]:
         inputs = [*values(n), *nonfinite(n)]
         for number, (what, x) in enumerate(inputs[index::4] if few else inputs):
             levels, norm = LEVELS[(number + index) % 8], ops.levels.NORMS[(number + index) % 2]
-            key, name = KEYS[(number // 2) % 2], f"{what} {cut} {levels} {norm}"
+            keys = KEYS[0], KEYS[1], CORRELATED[index % 4]
+            key, name = keys[(number // 2) % 3], f"{what} {cut} {levels} {norm}"
             yield Call("levels.norms", name, (x, segments, norm, levels))
             norms = ops.levels.norms(x, segments, norm, levels)
             yield Call("levels.encode", name, (x, norms, levels, "fixed", segments, key))

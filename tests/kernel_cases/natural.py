@@ -9,10 +9,12 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.compressor import TILE
-from kernel_cases import KEYS, Call, nonfinite, values
+from kernel_cases import CORRELATED, KEYS, Call, nonfinite, values
 
 
 def cases(n: int) -> Iterator[Call]:
+    for key in CORRELATED:
+        yield Call("natural.encode", f"normal {key}", (next(values(n))[1], key))
     for key in KEYS:
         for what, x in (*values(n), *nonfinite(n), *edges(n, key)):
             yield Call("natural.encode", f"{what} {key}", (x, key))

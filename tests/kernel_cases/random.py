@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gcbench.core.compressor import Key
-from kernel_cases import KEYS, Call
+from kernel_cases import CORRELATED, KEYS, Call
 
 OFFSETS = (1, 31, 32, 1023, 1024, 70_001, 2**37 - 700, 2**37)
 """Within and at the ends of lanes and tiles; where a lane's number passes 2^32, as 2^37 / 32."""
@@ -24,3 +24,5 @@ def cases(n: int) -> Iterator[Call]:
     for key in keys():
         yield Call("random.draws24", str(key), (key, n), {"device": "cpu"})
         yield Call("selection.random_words", str(key), (key, n), {"device": "cpu"})
+    for key in CORRELATED:
+        yield Call("random.draws24", str(key), (key, n), {"device": "cpu"})

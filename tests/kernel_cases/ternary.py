@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from gcbench import ops
-from kernel_cases import KEYS, Call, nonfinite, segmentations, values
+from kernel_cases import CORRELATED, KEYS, Call, nonfinite, segmentations, values
 
 
 def cases(n: int) -> Iterator[Call]:
@@ -15,7 +15,7 @@ def cases(n: int) -> Iterator[Call]:
         m = len(segments)
         for what, x in (*values(n), *nonfinite(n)):
             limit, scale = ops.ternary.scales(x, segments, 2.5)
-            for key in KEYS:
+            for key in (*KEYS, CORRELATED[m % 4]):
                 name = f"{what} {cut} {key}"
                 yield Call("ternary.encode", name, (x, limit, scale, segments, key))
                 yield Call(

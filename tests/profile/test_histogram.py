@@ -321,11 +321,21 @@ def test_averaging_divides_an_unbiased_error() -> None:
             assert torch.equal(arrived.averaged, arrived.alone[0])
 
 
-def test_the_mean_is_of_what_arrives_alone() -> None:
+def test_correlated_errors_of_equal_gradients_cancel() -> None:
+    """Of N equal gradients an element's mean is off by at most a step over N."""
+    layers = (Layer("w", "fully connected", (100, 1000)),)
+    one = normal(1, layers).buckets[0]
+    method = registry.compressor("terngrad", clip=0.0, noise="correlated")
+    averaged = reconstruction.exchange(method, Gradients(layers, [one] * 4)).averaged
+    assert float((averaged - one).abs().max()) < float(one.abs().max()) / 4
+
+
+@pytest.mark.parametrize("noise", ["independent", "correlated"])
+def test_the_mean_is_of_what_arrives_alone(noise: str) -> None:
     """Ternary codes of one shared scale add without loss, and each worker draws its own."""
     one = normal(1).buckets[0]
     gradients = Gradients(LAYERS, [one, 3 * one, one])
-    arrived = reconstruction.exchange(registry.compressor("terngrad"), gradients)
+    arrived = reconstruction.exchange(registry.compressor("terngrad", noise=noise), gradients)
     mean = torch.stack(arrived.alone).mean(0)
     torch.testing.assert_close(arrived.averaged, mean, rtol=1e-6, atol=1e-6)
     assert not torch.equal(arrived.alone[0], arrived.alone[2])

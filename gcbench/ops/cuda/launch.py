@@ -68,7 +68,7 @@ class LaunchError(GcbenchError):
 class KeyArgument(ctypes.Structure):
     """A `Key` in the layout of `gc::Key` in common.cuh."""
 
-    _fields_ = (("seed", u64), ("offset", u64), ("step", u32), ("who", u32))
+    _fields_ = (("seed", u64), ("offset", u64), ("step", u32), ("who", u32), ("workers", u32))
 
     @classmethod
     def of(cls, key: Key) -> KeyArgument:
@@ -78,7 +78,7 @@ class KeyArgument(ctypes.Structure):
             ValueError: step, rank or stream out of range.
         """
         (low, high), step, who = key.words()
-        return cls(high << 32 | low, key.offset, step, who)
+        return cls(high << 32 | low, key.offset, step, who, key.workers)
 
 
 class Launcher(Protocol):

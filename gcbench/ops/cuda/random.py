@@ -12,8 +12,8 @@ from gcbench.ops.dispatch import Kernel
 THREADS = 256
 
 
-def draws24(key: Key, n: int, out: Tensor) -> None:
-    """Run `random.draws24`."""
+def draws24(key: Key, x: Tensor | None, n: int, out: Tensor) -> None:
+    """Run `random.draws24`; its independent draws do not depend on x."""
     tiles = (key.offset + n - 1) // TILE - key.offset // TILE + 1
     grid = blocks_for(64 * tiles, THREADS)  # two halves of 32 lanes
     args = (out, i64(n), i64(2 * tiles), KeyArgument.of(key))

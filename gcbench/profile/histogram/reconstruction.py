@@ -169,8 +169,9 @@ def exchange(method: Compressor, gradients: Gradients) -> Decoded:
     key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
     shared = agreed(method, gradients, segments, key)
     targets, alone = [], []
+    ctx = Context(segments, shared, workers=len(gradients.buckets))
     for rank, bucket in enumerate(gradients.buckets):
-        payload = codec.encode(method, bucket, Context(segments, shared, key._replace(rank=rank)))
+        payload = codec.encode(method, bucket, ctx._replace(key=key._replace(rank=rank)))
         alone.append(codec.decode(method, payload, Context(segments, shared)).clone())
         targets.append(method.claims.target(bucket, Context(segments, shared)))
     workers, n = len(gradients.buckets), segments.numel

@@ -145,8 +145,8 @@ class Audit:
             self.bias["scale"][place] += float(u @ target)
         self.errors.append(energy(away))
         self.spread["error"] += self.errors[-1]
-        if len(variances) < len(xs):
-            self.exact = False
+        if len(variances) < len(xs) or (method.claims.correlated and len(xs) > 1):
+            self.exact = False  # that of the mean is not the sum of the workers' variances
             return
         variance = torch.stack(variances).sum(0) / len(xs) ** 2
         for place, u in enumerate(along):

@@ -1,0 +1,106 @@
+// bfloat16 with coded exponents on the CPU: `gcbench.ops.lossless`. Exponents that follow in full have an order, so one
+// thread does all. Bytes per element: encoding reads 2 and writes 11 / 8, decoding the other way round.
+#include "called.hpp"
+
+using namespace gc;
+
+namespace {
+
+constexpr int BITS = 3;
+constexpr uint32_t ESCAPE = 7;
+enum Fault { NEGATIVE = 1, COUNT = 2, CLOSE = 3, NO_TOP = 4 };  // FAULTS of the operation
+
+inline uint32_t exponent_of(uint16_t value) { return value >> 7 & 0xffu; }
+
+// The largest exponent of n values.
+inline uint32_t largest_exponent(const uint16_t* values, int64_t n) {
+  uint16_t top = 0;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) {
+    const uint16_t size = values[i] & 0x7f80u;
+    top = size > top ? size : top;
+  }
+  return top >> 7;
+}
+
+}  // namespace
+
+// Signs and fractions, packed codes, each segment's largest exponent, and the exponents that are escaped, for which
+// there is room for n. Returns the number of these.
+GC_API int64_t gc_lossless_split(const uint16_t* values, int64_t n, const int64_t* table, int64_t m, uint8_t* fractions,
+                                 uint32_t* words, uint8_t* tops, uint8_t* escaped) {
+  const Segments segments(table, m);
+  for (int64_t s = 0; s < m; ++s) {
+    const int64_t start = segments.offsets[s];
+    tops[s] = (uint8_t)largest_exponent(values + start, segments.offsets[s + 1] - start);
+  }
+  int64_t at = 0, total = 0;
+  GC_ALIGNED uint32_t codes[TILE];
+  for (int64_t start = 0; start < n; start += TILE) {
+    const int count = (int)(n - start < TILE ? n - start : TILE);
+    const uint16_t* part = values + start;
+    for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+      const int32_t top = tops[s];
+      GC_SIMD for (int i = begin; i < end; ++i) {
+        const int32_t below = top - (int32_t)exponent_of(part[i]);
+        codes[i] = (uint32_t)(below < (int32_t)ESCAPE ? below : (int32_t)ESCAPE);
+        fractions[start + i] = (uint8_t)((part[i] >> 8 & 0x80u) | (part[i] & 0x7fu));
+      }
+    });
+    for (int i = 0; i < count; ++i) {
+      if (total < n) escaped[total] = (uint8_t)exponent_of(part[i]);
+      total += codes[i] == ESCAPE;
+    }
+    pack_tile<BITS>([&](int i) { return codes[i]; }, count, words + start / TILE * BITS * LANES);
+  }
+  return total;
+}
+GC_CALLED(gc_lossless_split)
+
+// The values of these parts. Returns 0, or the first Fault.
+GC_API int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops,
+                                const uint8_t* escaped, int64_t total, int64_t n, const int64_t* table, int64_t m,
+                                uint16_t* out) {
+  const Segments segments(table, m);
+  int64_t at = 0, used = 0, current = -1;
+  bool reached = true, lost = false, close = false;
+  uint32_t negative = 0;
+  GC_ALIGNED uint32_t codes[TILE];
+  GC_ALIGNED uint32_t exponents[TILE];
+  for (int64_t start = 0; start < n; start += TILE) {
+    const int count = (int)(n - start < TILE ? n - start : TILE);
+    unpack_tile<BITS>(words + start / TILE * BITS * LANES, count, [&](int i, uint32_t code) { codes[i] = code; });
+    for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+      if (s != current) {
+        lost |= !reached;
+        reached = false;
+        current = s;
+      }
+      const uint32_t top = tops[s];
+      uint32_t zeros = 0, below = 0;
+#pragma omp simd reduction(| : zeros, below)
+      for (int i = begin; i < end; ++i) {
+        zeros |= (uint32_t)(codes[i] == 0);
+        below |= (uint32_t)(codes[i] > top) & (uint32_t)(codes[i] < ESCAPE);
+        exponents[i] = top - codes[i];
+      }
+      reached |= zeros != 0;
+      negative |= below;
+      for (int i = begin; i < end; ++i) {
+        const bool escape = codes[i] == ESCAPE;
+        if (!escape) continue;
+        const uint32_t exponent = used < total ? escaped[used] : 0;
+        close |= exponent + ESCAPE > top;
+        exponents[i] = exponent;
+        ++used;
+      }
+    });
+    GC_SIMD for (int i = 0; i < count; ++i) {
+      const uint32_t fraction = fractions[start + i];
+      out[start + i] = (uint16_t)((fraction & 0x80u) << 8 | (exponents[i] & 0xffu) << 7 | (fraction & 0x7fu));
+    }
+  }
+  lost |= !reached;
+  return negative ? NEGATIVE : used != total ? COUNT : close ? CLOSE : lost ? NO_TOP : 0;
+}
+GC_CALLED(gc_lossless_join)
