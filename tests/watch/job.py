@@ -19,7 +19,8 @@ if kind == "fp16":
 if kind in ("int8", "ring", "rewrapped"):
     from gcbench.integrations.ddp import comm_hook
 
-    hook = comm_hook("int8", collective="ring" if kind == "ring" else None)
+    collective = "ring" if kind == "ring" else None
+    hook = comm_hook("int8", collective=collective, check_every=2 if kind == "ring" else 0)
     hook.register(ddp)
 if kind == "rewrapped":  # the new wrapper has no hook
     ddp = DistributedDataParallel(ddp.module)

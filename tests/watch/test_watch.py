@@ -62,10 +62,12 @@ def test_a_job_with_torchs_hook_and_another_expectation():
 
 @pytest.mark.parametrize("kind", ["int8", "ring"])
 def test_a_job_with_our_hook(kind):
-    done, rows = watched(kind, "--expect", f"uint8/{1.02 * PARAMETERS:.0f}")
+    """By ring it also compares its mean with a plain one at every second step, in fp32."""
+    flags = ("--expect", f"uint8/{1.02 * PARAMETERS:.0f}") if kind == "int8" else ()
+    done, rows = watched(kind, *flags)
     assert done.code == 0, document(done)["answer"]
-    sent = sum(row["sent"] for row in rows.values())
-    assert PARAMETERS < sent < 1.03 * PARAMETERS
+    codes = sum(row["sent"] for (_, dtype), row in rows.items() if dtype == "uint8")
+    assert PARAMETERS < codes < 1.03 * PARAMETERS
     assert (("send", "uint8") in rows) == (kind == "ring")
 
 
@@ -73,7 +75,7 @@ def test_a_hook_on_a_model_that_does_not_train():
     done, rows = watched("rewrapped")
     assert done.code == 1
     assert rows["all_reduce", "float32"]["bytes"] == 4 * PARAMETERS
-    assert any(line.startswith("HOOK NOT USED") for line in document(done)["answer"])
+    assert any("HOOK NOT USED: gcbench.comm_hook(" in line for line in document(done)["answer"])
 
 
 def test_bytes_above_the_expected_ones():

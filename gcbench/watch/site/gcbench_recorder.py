@@ -209,7 +209,13 @@ class Recorder:
             hooks = [each for each in gc.get_objects() if issubclass(type(each), module.Hook)]
             self.references = [weakref.ref(each) for each in hooks]
         alive = [hook for reference in self.references if (hook := reference()) is not None]
-        return [{"hook": repr(hook), "wire": hook.traffic.wire} for hook in alive]
+        return [
+            {
+                "hook": f"{hook.CALL}({hook.settings.compressor!r})",
+                "wire": hook.traffic.wire + (hook.checked.wire if hasattr(hook, "checked") else 0),
+            }
+            for hook in alive
+        ]
 
     def write(self) -> None:
         """Write the record of this rank."""
