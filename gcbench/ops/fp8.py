@@ -16,7 +16,9 @@ from gcbench.ops.statistics import TINY, scale_
 
 TOP = 448.0
 """The largest value of e4m3, to which the block's largest magnitude is scaled."""
-SHARES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().div_(TOP)
+SHARES = (
+    torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().div_(TOP)
+)
 """c / 448 of all 256 codes, float32: in plain torch a look-up is faster than a conversion."""
 
 FAULTS = {

@@ -614,6 +614,20 @@ def _half_mean(g: Gradient) -> Timed:
     )
 
 
+@case("lossless_encode", op="lossless.split")
+def _lossless_encode(g: Gradient) -> Timed:
+    values, blocks = g.x.bfloat16(), g.segments(4096)
+    coded = ops.lossless.encode(values, blocks)
+    return Timed(lambda: ops.lossless.encode(values, blocks), nbytes(values, coded))
+
+
+@case("lossless_decode", op="lossless.join")
+def _lossless_decode(g: Gradient) -> Timed:
+    values, blocks = g.x.bfloat16(), g.segments(4096)
+    coded = ops.lossless.encode(values, blocks)
+    return Timed(lambda: ops.lossless.decode(coded, blocks, ""), nbytes(values, coded))
+
+
 @case("natural_encode", each(eager.natural))
 def _natural_encode(g: Gradient) -> Timed:
     out = g.empty(torch.int32, ops.packing.packed_words(g.n, ops.natural.BITS))

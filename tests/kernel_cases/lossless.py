@@ -38,6 +38,10 @@ def payloads(n: int, cut: str, segments: Segments, parts: tuple[Tensor, ...]) ->
     yield decoded("no top", words, tops + 1, escaped)
     yield decoded("small tops", words, tops.clamp(max=3), escaped)
     codes = packing.unpack(words, lossless.BITS, n)
+    lengths = torch.tensor(segments.lengths, dtype=torch.int64)
+    limit = tops.int().repeat_interleave(lengths)[codes == lossless.ESCAPE] - lossless.ESCAPE
+    for above in (0, 1):  # the largest exponents that may be escaped, and one more
+        yield decoded(f"{above} above", words, tops, (limit + above).clamp(min=0).byte())
     for place in {0, n // 2, n - 1} if n else ():
         for code in (0, 1, 6, 7):
             other = codes.clone()
