@@ -665,6 +665,8 @@ def constants(rows: Sequence[ComparisonRow]) -> tuple[str, list[ComparisonRow]]:
     Selected or grouped rows may share settings that differ among all rows of the table.
     """
     shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
+    if not shared:
+        return "", list(rows)
     words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)
     rest = [key for key in rows[0].context if key not in shared]
     return words, [replace(row, context={key: row.context[key] for key in rest}) for row in rows]

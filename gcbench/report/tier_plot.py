@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.report import figures
-from gcbench.report.brief import short_label
+from gcbench.report.brief import fewest_fields
 from gcbench.report.compare import ComparisonRow
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
@@ -81,7 +81,8 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
                     scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
                 )
         marks = []
-        for row in drawn:
+        short = fewest_fields([row.method for row in drawn])
+        for row, label in zip(drawn, short, strict=True):
             style = styles[str(row.tier)]
             opacity = FADED if row.beaten else 1.0
             x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
@@ -98,8 +99,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
                 ms=8,
                 **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
             )
-            short = short_label(row.method, [other.method for other in drawn])
-            marks.append(Mark(x, y, spread, row.method, style["color"], short=short))
+            marks.append(Mark(x, y, spread, row.method, style["color"], short=label))
         levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
         line = [(size, scale * value) for level in levels for size, value in level]
         for tier in tiers:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,51 @@ def of_method(config: Mapping[str, Any]) -> Declared | None:
 
     Fields that change by step have the values of the last step.
     """
-    name, options = str(config.get("compressor")), canonical(config.get("options") or {})
-    if f"gcbench.compressors.{name}" in sys.modules:
-        return _computed.__wrapped__(name, options)
-    return _literal(name) or _computed(name, options)
+    return Methods().of(config)
+
+
+class Methods:
+    """What the methods of several configs declare: each method's class is read once."""
+
+    def __init__(self) -> None:
+        self.fixed: dict[str, Declared | None] = {}
+        """By name: declarations of methods whose fields do not matter."""
+        self.computed: dict[tuple[str, str], Declared | None] = {}
+
+    def of(self, config: Mapping[str, Any]) -> Declared | None:
+        """Return as `of_method`."""
+        name = str(config.get("compressor"))
+        if name not in self.fixed and (declarations := self._of_name(name)) is not self:
+            self.fixed[name] = declarations
+        if name in self.fixed:
+            return self.fixed[name]
+        options = canonical(config.get("options") or {})
+        if (name, options) not in self.computed:
+            self.computed[name, options] = _computed(name, options)
+        return self.computed[name, options]
+
+    def _of_name(self, name: str) -> Any:
+        """Return the declarations, None if the method is not known, `self` if they are computed."""
+        if f"gcbench.compressors.{name}" not in sys.modules:
+            literal = _literal(name)
+            if literal is not None:
+                return literal
+        from gcbench.core import registry
+
+        if name not in registry.compressors():
+            return None
+        try:
+            cls: Any = registry.compressor_class(name)
+        except GcbenchError:
+            return None
+        values = {key: getattr_static(cls, key) for key in ATTRIBUTES[:3]}
+        if set(registry.fields(cls)) & set(values) or any(map(_is_computed, values.values())):
+            return self
+        return Declared(cls.memory, dict(cls.memory_options), dict(cls.recipe))
+
+
+def _is_computed(value: Any) -> bool:
+    return hasattr(value, "__get__")
 
 
 @cache
@@ -58,7 +100,6 @@ def _literal(name: str) -> Declared | None:
     return None
 
 
-@cache
 def _computed(name: str, options: str) -> Declared | None:
     from gcbench.core import registry
 
@@ -96,13 +137,10 @@ def _literals(name: str) -> Mapping[str, Any] | None:
     """
     if not all(part.isidentifier() for part in name.split(".")):
         return None
-    try:
-        spec = find_spec(f"gcbench.compressors.{name}")
-    except ModuleNotFoundError:
+    path = _folder().joinpath(*name.split(".")).with_suffix(".py")
+    if not path.is_file():
         return None
-    if spec is None or spec.origin is None:
-        return None
-    tree = ast.parse(Path(spec.origin).read_text())
+    tree = ast.parse(path.read_text())
     if any(_is_of_a_method(node) for node in tree.body):
         return None
     literals: dict[str, Any] = {}
@@ -122,6 +160,15 @@ def _literals(name: str) -> Mapping[str, Any] | None:
             except ValueError:
                 return None
     return literals
+
+
+@cache
+def _folder() -> Path:
+    """Return the folder of the built-in methods, without importing it."""
+    spec = find_spec("gcbench.compressors")
+    folders = None if spec is None else spec.submodule_search_locations
+    assert folders, "the package is installed"
+    return Path(folders[0])
 
 
 def _is_of_a_method(node: ast.stmt) -> bool:

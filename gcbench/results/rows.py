@@ -182,45 +182,67 @@ def _each(
     schema = file.schema_arrow
     nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
     nested = (nested | {_NULLS}) - {*encoded}
-    number = 0
-    checked: dict[str, bool] = {}
+    first = 1
+    printable = _Printable()
     for batch in _batches(path, file):
-        columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
-        for i in range(batch.num_rows):
-            number += 1
-            record: StoredRun = {}
-            fault, plain = None, True
-            for name, values in columns:
-                value = values[i]
-                if value is None:
-                    continue
-                if plain and name not in encoded and type(value) is str:
-                    printable = checked.get(value)
-                    if printable is None:
-                        printable = is_plain_text(value)
-                        if len(checked) < _MOST_SEEN and len(value) <= _SHORT:
-                            checked[value] = printable
-                    plain = printable
-                if name in nested:
+        wrong: dict[int, GcbenchError] = {}
+        unprintable: set[int] = set()
+        columns: dict[str, list[Any]] = {}
+        for name in batch.schema.names:
+            values = batch.column(name).to_pylist()
+            if name not in encoded:
+                texts = ((i, value) for i, value in enumerate(values) if type(value) is str)
+                unprintable.update(i for i, value in texts if not printable(value))
+            if name in nested:
+                for i, value in enumerate(values):
+                    if value is None:
+                        continue
                     try:
-                        value = decode(name, value)
+                        values[i] = decode(name, value)
                     except (TypeError, ValueError, RecursionError) as error:
-                        fault = GcbenchError(
-                            f"{path}, row {number}, column `{name}`: JSON text expected, not "
-                            f"{_brief(value)} ({error})"
-                        )
-                        break
-                record[name] = value
-            nulls = record.pop(_NULLS, [])
-            if fault is None and not _are_names(nulls):
-                fault = GcbenchError(
-                    f"{path}, row {number}, column `{_NULLS}`: a JSON list of names expected, not "
-                    f"{_brief(nulls)}"
-                )
-            if fault is not None:
-                faults.append(fault)
+                        wrong.setdefault(i, _not(path, first + i, name, "JSON text", value, error))
+            if any(value is not None for value in values):
+                columns[name] = values
+        nulls = columns.pop(_NULLS, None)
+        lines = zip(*columns.values(), strict=True) if columns else [()] * batch.num_rows
+        for i, line in enumerate(lines):
+            record: StoredRun = {
+                name: value for name, value in zip(columns, line, strict=True) if value is not None
+            }
+            missing = nulls[i] if nulls is not None and nulls[i] is not None else ()
+            if i not in wrong and missing and not _are_names(missing):
+                wrong[i] = _not(path, first + i, _NULLS, "a JSON list of names", missing)
+            if i in wrong:
+                faults.append(wrong[i])
                 continue
-            yield number, {**dict.fromkeys(nulls), **record} if nulls else record, plain
+            row = {**dict.fromkeys(missing), **record} if missing else record
+            yield first + i, row, i not in unprintable
+        first += batch.num_rows
+
+
+def _not(
+    path: Path, number: int, column: str, expected: str, value: Any, error: Exception | None = None
+) -> GcbenchError:
+    """Return the error of a row with another value than expected."""
+    why = "" if error is None else f" ({error})"
+    return GcbenchError(
+        f"{path}, row {number}, column `{column}`: {expected} expected, not {_brief(value)}{why}"
+    )
+
+
+class _Printable:
+    """Whether texts are surely printable; short ones, which repeat, are checked once."""
+
+    def __init__(self) -> None:
+        self.checked: dict[str, bool] = {}
+
+    def __call__(self, text: str) -> bool:
+        result = self.checked.get(text)
+        if result is None:
+            result = is_plain_text(text)
+            if len(self.checked) < _MOST_SEEN and len(text) <= _SHORT:
+                self.checked[text] = result
+        return result
 
 
 def _batches(path: Path, file: Any) -> Iterator[Any]:

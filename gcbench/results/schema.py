@@ -77,7 +77,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _seconds(value: Any) -> Mapping[str, float | None]:
-    return {name: _optional(_number)(one) for name, one in _mapping(value).items()}
+    mapping = _mapping(value)
+    if _SECONDS.issuperset(map(type, mapping.values())):
+        return mapping  # rows of a file share it
+    return {name: None if one is None else _number(one) for name, one in mapping.items()}
+
+
+_SECONDS = frozenset((float, type(None)))
 
 
 def _optional(check: Check) -> Check:
