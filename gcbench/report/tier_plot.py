@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
-from gcbench.report import figures
+from gcbench.report import figures, tables
 from gcbench.report.brief import fewest_fields
 from gcbench.report.compare import ComparisonRow
 from gcbench.report.figures import Mark
@@ -56,14 +56,16 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     that may be its best, by their ranks, have a dark edge; a line joins the means of these groups
     (`leaders`) and has a gap where ranks are not known. Rows that another one of their tier with no
     more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows without a
-    finished seed are named below.
+    finished seed are named below. At most `tables.MOST_POINTS` rows are drawn, the best of each
+    tier.
 
     Raises:
         UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
         GcbenchError: `path` cannot be written.
     """
     path = figures.check(path)
-    drawn = [row for row in rows if row.tier is not None and row.mean is not None]
+    candidates = [row for row in rows if row.tier is not None and row.mean is not None]
+    drawn = tables.best(candidates, tables.MOST_POINTS)
     if not drawn:
         raise UsageError("no finished row of a tier to draw; make the suite's runs first")
     if len({(str(row.context), row.metric) for row in rows}) > 1:
@@ -121,11 +123,13 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         _frame(axes, drawn)
         _stretch(axes, drawn, scale)
         seeds = ends(len(row.values) for row in drawn)
+        some = f", {len(drawn)} of {len(candidates):,} rows" if len(drawn) < len(candidates) else ""
         axes.set_title(
-            sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
+            sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}{some}", loc="left"
         )
         failed = [row.method for row in rows if row.failed]
-        failures = f"\nfailed seeds: {', '.join(map(sanitize.label, failed))}" if failed else ""
+        failed = tables.listed([*map(sanitize.label, failed)], 10)
+        failures = f"\nfailed seeds: {failed}" if failed else ""
         axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){failures}")
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
         figure.draw_without_rendering()
