@@ -236,6 +236,11 @@ class Compared:
         return tables.best(self.rows, tables.MOST_ROWS)
 
     @cached_property
+    def configs(self) -> list[dict[str, Any]]:
+        """The configs of the runs, each once."""
+        return list({id(config): config for run in self.runs for config in [run.config]}.values())
+
+    @cached_property
     def is_short(self) -> bool:
         """Whether the accuracy of none of the runs says anything."""
         return all(map(_is_short, {run.method: run for run in self.runs}.values()))
@@ -328,8 +333,7 @@ def budget(one: Compared) -> str:
 
 def distinct(one: Compared, key: str) -> list[str]:
     """Return the values of a setting among the runs, as text."""
-    configs = {id(run.config): run.config for run in one.runs}
-    return list(dict.fromkeys(text(config.get(key)) for config in configs.values()))
+    return list(dict.fromkeys(text(config.get(key)) for config in one.configs))
 
 
 def few(values: Sequence[str]) -> str:

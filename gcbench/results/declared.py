@@ -135,12 +135,9 @@ def _literals(name: str) -> Mapping[str, Any] | None:
 
     None: there is no such file, one of them is computed, or a base class may assign it.
     """
-    if not all(part.isidentifier() for part in name.split(".")):
+    if name not in _built_in():
         return None
-    path = _folder().joinpath(*name.split(".")).with_suffix(".py")
-    if not path.is_file():
-        return None
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(_built_in()[name].read_text())
     if any(_is_of_a_method(node) for node in tree.body):
         return None
     literals: dict[str, Any] = {}
@@ -163,12 +160,13 @@ def _literals(name: str) -> Mapping[str, Any] | None:
 
 
 @cache
-def _folder() -> Path:
-    """Return the folder of the built-in methods, without importing it."""
+def _built_in() -> dict[str, Path]:
+    """Return the files of the built-in methods and memories by their dotted names."""
     spec = find_spec("gcbench.compressors")
     folders = None if spec is None else spec.submodule_search_locations
     assert folders, "the package is installed"
-    return Path(folders[0])
+    paths = Path(folders[0]).rglob("*.py")
+    return {".".join(path.relative_to(folders[0]).with_suffix("").parts): path for path in paths}
 
 
 def _is_of_a_method(node: ast.stmt) -> bool:

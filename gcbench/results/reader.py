@@ -156,7 +156,7 @@ class Configurations:
         self.by_parts: dict[tuple[Any, ...], Configuration] = {}
         self.by_method: dict[str, Configuration] = {}
         self.checked: dict[int, Mapping[str, Any]] = {}
-        """Provenances whose types are right, by `id`: rows of a file share them."""
+        """Configs and provenances whose types are right, by `id`: rows of a file share them."""
 
     def of(self, summary: Summary) -> Configuration:
         """Return the configuration of a run.
@@ -270,11 +270,11 @@ def _parse(
         ) from error
     for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
         values = data.get(kind) or {}
-        if configurations.checked.get(id(values)) is values:
+        if id(values) in configurations.checked:
             continue
         if wrong := sanitize.wrong_type(kind, values, types):
             raise GcbenchError(f"{where}: {wrong}; {remedy} (`gcbench help reading-results`)")
-        if plain and kind == "provenance":
+        if plain:
             configurations.checked[id(values)] = values
     return Run(summary, source, configurations.of(summary), number=number)
 

@@ -191,16 +191,14 @@ def _each(
         for name in batch.schema.names:
             values = batch.column(name).to_pylist()
             if name not in encoded:
-                texts = ((i, value) for i, value in enumerate(values) if type(value) is str)
-                unprintable.update(i for i, value in texts if not printable(value))
+                texts = {value for value in values if type(value) is str}
+                if odd := {text for text in texts if not printable(text)}:
+                    odd_rows = (i for i, v in enumerate(values) if type(v) is str and v in odd)
+                    unprintable.update(odd_rows)
             if name in nested:
-                for i, value in enumerate(values):
-                    if value is None:
-                        continue
-                    try:
-                        values[i] = decode(name, value)
-                    except (TypeError, ValueError, RecursionError) as error:
-                        wrong.setdefault(i, _not(path, first + i, name, "JSON text", value, error))
+                values, errors = _decoded(decode, name, values)
+                for i, (value, error) in errors.items():
+                    wrong.setdefault(i, _not(path, first + i, name, "JSON text", value, error))
             if any(value is not None for value in values):
                 columns[name] = values
         nulls = columns.pop(_NULLS, None)
@@ -218,6 +216,23 @@ def _each(
             row = {**dict.fromkeys(missing), **record} if missing else record
             yield first + i, row, i not in unprintable
         first += batch.num_rows
+
+
+def _decoded(
+    decode: _Decoder, column: str, values: list[Any]
+) -> tuple[list[Any], dict[int, tuple[Any, Exception]]]:
+    """Return the values of a column of JSON text, and of each wrong one its place and error."""
+    results: dict[str, Any] = {}
+    errors: dict[int, tuple[Any, Exception]] = {}
+    for i, value in enumerate(values):
+        if value is None or (type(value) is str and value in results):
+            continue
+        try:
+            results[value] = decode(column, value)
+        except (TypeError, ValueError, RecursionError) as error:
+            errors[i] = value, error
+            values[i] = None
+    return [None if value is None else results[value] for value in values], errors
 
 
 def _not(
