@@ -55,7 +55,7 @@ class Run:
     source: Path
     """The run's folder, or the .json or .parquet file that holds the summary."""
     configuration: Configuration
-    curve: str | Sequence[Mapping[str, Any]] | None = None
+    curve: rowfiles.PackedText | Sequence[Mapping[str, Any]] | None = None
     """The evaluations of a row of a file, as JSON text until they are used."""
     number: int = 0
     """The row's number in `source`, from 1; 0 for a run's folder."""

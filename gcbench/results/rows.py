@@ -12,10 +12,14 @@ import io
 import json
 import re
 import sys
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 
@@ -166,9 +170,9 @@ def each(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRu
 def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
     """Yield the rows of a file as `each` does, for readers that change nothing in them.
 
-    Rows share what is equal in them, and configs leave the seed out. `evaluations` stay JSON text
-    (`decoded` decodes it). The last value is whether all text of the row, except the evaluations,
-    is known to be printable.
+    Rows share what is equal in them, and configs leave the seed out. `evaluations` are a
+    `PackedText` of JSON (`decoded` decodes it). The last value is whether all text of the row,
+    except the evaluations, is known to be printable.
     """
     yield from _each(path, faults, _Decoder(share_seeds=True), encoded=("evaluations",))
 
@@ -195,6 +199,8 @@ def _each(
                 if odd := {text for text in texts if not printable(text)}:
                     odd_rows = (i for i, v in enumerate(values) if type(v) is str and v in odd)
                     unprintable.update(odd_rows)
+            else:
+                values = packed(values)
             if name in nested:
                 values, errors = _decoded(decode, name, values)
                 for i, (value, error) in errors.items():
@@ -216,6 +222,49 @@ def _each(
             row = {**dict.fromkeys(missing), **record} if missing else record
             yield first + i, row, i not in unprintable
         first += batch.num_rows
+
+
+class PackedText(NamedTuple):
+    """One text of a column, which is stored compressed: evaluations are most of a file."""
+
+    column: _PackedColumn
+    place: int
+
+    def read(self) -> str:
+        """Return the text. Reading texts in their order decompresses each batch once."""
+        text, ends = _unpacked(self.column)
+        return text[ends[self.place] : ends[self.place + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedColumn:
+    data: bytes
+    size: int
+    """Bytes without compression."""
+    ends: Sequence[int]
+    """Where texts end, in characters; the first value is 0."""
+
+
+def packed(values: Sequence[Any]) -> list[Any]:
+    """Return the values of a column with each text replaced by its `PackedText`."""
+    import pyarrow as pa
+
+    texts = [value if type(value) is str else "" for value in values]
+    data = "".join(texts).encode("utf-8", "surrogatepass")
+    ends = array("Q", accumulate(map(len, texts), initial=0))
+    column = _PackedColumn(pa.compress(data, "zstd", asbytes=True), len(data), ends)
+    return [
+        PackedText(column, place) if type(value) is str else value
+        for place, value in enumerate(values)
+    ]
+
+
+@lru_cache(maxsize=4)
+def _unpacked(column: _PackedColumn) -> tuple[str, Sequence[int]]:
+    import pyarrow as pa
+
+    data = pa.decompress(column.data, column.size, "zstd", asbytes=True)
+    return data.decode("utf-8", "surrogatepass"), column.ends
 
 
 def _decoded(
@@ -271,11 +320,13 @@ def _batches(path: Path, file: Any) -> Iterator[Any]:
 
 
 def decoded(text: Any, where: str) -> Any:
-    """Return the value of a column that `each` left as JSON text; `where` names its row.
+    """Return the value of a column that `shared` left as JSON text; `where` names its row.
 
     Raises:
         GcbenchError: it is not JSON text.
     """
+    if isinstance(text, PackedText):
+        text = text.read()
     if not isinstance(text, str):
         return text
     try:

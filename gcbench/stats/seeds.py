@@ -148,9 +148,10 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     ended = [summary.failed is None for summary in summaries]
     links = [summary.communicate_modelled for summary in summaries]
     phases = dict.fromkeys((*PHASES, *(name for s in summaries for name in s.phase_seconds)))
-    spent: list[dict[str, float | None]] = [
-        {} if target is None else _to_target(run, metrics[run.summary.task], target) for run in runs
-    ]
+    spent: list[dict[str, float | None]] = [{} for _ in runs]
+    in_files = sorted(range(len(runs)), key=lambda i: (str(runs[i].source), runs[i].number))
+    for i in in_files if target is not None else ():  # packed texts are read in their order
+        spent[i] = _to_target(runs[i], metrics[runs[i].summary.task], target)
     columns = {
         "configuration": [run.method for run in runs],
         "seed": [summary.seed for summary in summaries],
