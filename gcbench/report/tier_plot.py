@@ -127,8 +127,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         axes.set_title(
             sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}{some}", loc="left"
         )
-        failed = [row.method for row in rows if row.failed]
-        failed = tables.listed([*map(sanitize.label, failed)], 10)
+        failed = tables.listed([sanitize.label(row.method) for row in rows if row.failed], 10)
         failures = f"\nfailed seeds: {failed}" if failed else ""
         axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){failures}")
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)

@@ -51,44 +51,70 @@ class Methods:
     """What the methods of several configs declare: each method's class is read once."""
 
     def __init__(self) -> None:
-        self.fixed: dict[str, Declared | None] = {}
-        """By name: declarations of methods whose fields do not matter."""
-        self.computed: dict[tuple[str, str], Declared | None] = {}
+        self.constant: dict[str, Declared | None] = {}
+        """By name: of methods that declare the same with any fields; None if not known here."""
+        self.computed: dict[str, dict[str, Declared | None]] = {}
+        """By name and fields."""
 
     def of(self, config: Mapping[str, Any]) -> Declared | None:
         """Return as `of_method`."""
         name = str(config.get("compressor"))
-        if name not in self.fixed and (declarations := self._of_name(name)) is not self:
-            self.fixed[name] = declarations
-        if name in self.fixed:
-            return self.fixed[name]
+        if name not in self.constant and name not in self.computed:
+            if _is_computed(name):
+                self.computed[name] = {}
+            else:
+                self.constant[name] = _constant(name)
+        if name in self.constant:
+            return self.constant[name]
         options = canonical(config.get("options") or {})
-        if (name, options) not in self.computed:
-            self.computed[name, options] = _computed(name, options)
-        return self.computed[name, options]
-
-    def _of_name(self, name: str) -> Any:
-        """Return the declarations, None if the method is not known, `self` if they are computed."""
-        if f"gcbench.compressors.{name}" not in sys.modules:
-            literal = _literal(name)
-            if literal is not None:
-                return literal
-        from gcbench.core import registry
-
-        if name not in registry.compressors():
-            return None
-        try:
-            cls: Any = registry.compressor_class(name)
-        except GcbenchError:
-            return None
-        values = {key: getattr_static(cls, key) for key in ATTRIBUTES[:3]}
-        if set(registry.fields(cls)) & set(values) or any(map(_is_computed, values.values())):
-            return self
-        return Declared(cls.memory, dict(cls.memory_options), dict(cls.recipe))
+        known = self.computed[name]
+        if options not in known:
+            known[options] = _computed(name, options)
+        return known[options]
 
 
-def _is_computed(value: Any) -> bool:
-    return hasattr(value, "__get__")
+def _class_of(name: str) -> Any:
+    """Return the class of a method; None if it is not known here."""
+    from gcbench.core import registry
+
+    try:
+        return registry.compressor_class(name) if name in registry.compressors() else None
+    except GcbenchError:
+        return None
+
+
+def _is_computed(name: str) -> bool:
+    """Return whether what a method declares may depend on its fields."""
+    if _read_from_source(name):
+        return False
+    from gcbench.core import registry
+    from gcbench.core.compressor import Compressor
+
+    cls = _class_of(name)
+    return cls is not None and any(
+        key in registry.fields(cls)
+        or (
+            hasattr(value := getattr_static(cls, key), "__get__")
+            and value is not getattr_static(Compressor, key)
+        )
+        for key in ATTRIBUTES[:3]
+    )
+
+
+def _constant(name: str) -> Declared | None:
+    if _read_from_source(name):
+        return _literal(name)
+    cls = _class_of(name)
+    if cls is None:
+        return None
+    values = {key: getattr_static(cls, key) for key in ATTRIBUTES[:3]}
+    return Declared(**{key: v for key, v in values.items() if not hasattr(v, "__get__")})
+
+
+def _read_from_source(name: str) -> bool:
+    """Return whether a method is not loaded, and its source has its declarations as literals."""
+    loaded = f"gcbench.compressors.{name}" in sys.modules
+    return not loaded and _literal(name) is not None
 
 
 @cache

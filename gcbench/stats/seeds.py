@@ -150,8 +150,9 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     phases = dict.fromkeys((*PHASES, *(name for s in summaries for name in s.phase_seconds)))
     spent: list[dict[str, float | None]] = [{} for _ in runs]
     in_files = sorted(range(len(runs)), key=lambda i: (str(runs[i].source), runs[i].number))
-    for i in in_files if target is not None else ():  # packed texts are read in their order
-        spent[i] = _to_target(runs[i], metrics[runs[i].summary.task], target)
+    if target is not None:
+        for i in in_files:  # packed texts are read in their order
+            spent[i] = _to_target(runs[i], metrics[runs[i].summary.task], target)
     columns = {
         "configuration": [run.method for run in runs],
         "seed": [summary.seed for summary in summaries],
