@@ -659,7 +659,7 @@ def render(
 
 MOST_ROWS = 100
 """Rows of a table on a page: a reader finds no more of them useful, and a browser slows down."""
-MOST_POINTS = 40
+MOST_POINTS = 24
 """Rows in a picture: beyond, their names cover each other."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import json
 import os
@@ -435,6 +436,8 @@ def load(
     unfinished: dict[Path, None] = {}
     places = [place for folder in map(Path, folders) for place in _places(folder)]
     shown = progress.Silent() if watch is None else watch(len(places))
+    collecting = gc.isenabled()
+    gc.disable()  # nearly all objects of rows are kept: looking for garbage takes a tenth of the time
     try:
         for number, place in enumerate(places):
             shown.step(number, f"reading {place.name}")
@@ -455,6 +458,8 @@ def load(
                 raise wrong[0]
         shown.step(len(places))
     finally:
+        if collecting:
+            gc.enable()
         shown.close()
     if wrong and not result:
         raise wrong[0]
