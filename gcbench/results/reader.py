@@ -437,7 +437,7 @@ def load(
     places = [place for folder in map(Path, folders) for place in _places(folder)]
     shown = progress.Silent() if watch is None else watch(len(places))
     collecting = gc.isenabled()
-    gc.disable()  # nearly all objects of rows are kept: looking for garbage takes a tenth of the time
+    gc.disable()  # rows leave little garbage, and looking for it takes a tenth of the time
     try:
         for number, place in enumerate(places):
             shown.step(number, f"reading {place.name}")
