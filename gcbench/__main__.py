@@ -1,7 +1,7 @@
 """The console script, and `python -m gcbench`: a Ctrl-C while modules are imported ends quietly.
 
-Nothing is imported before the handler is set, except what Python has loaded by then: the module
-`signal` imports `enum` and `re`, and takes longer than all else here.
+Importing this module sets the handler, before anything is imported that Python has not loaded by
+then: the module `signal` imports `enum` and `re`, and takes longer than all else here.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -18,14 +18,16 @@ def _end(number: int, frame: "FrameType | None") -> None:
     os._exit(130)
 
 
+_before = _signal.getsignal(_signal.SIGINT)
+if _before is _signal.default_int_handler:  # not where Ctrl-C is ignored, as under nohup
+    _signal.signal(_signal.SIGINT, _end)
+
+
 def main() -> None:
     """Import the command line, which takes a while, and run it."""
-    before = _signal.getsignal(_signal.SIGINT)
-    if before is _signal.default_int_handler:  # not where Ctrl-C is ignored, as under nohup
-        _signal.signal(_signal.SIGINT, _end)
     from gcbench import cli
 
-    cli.main(interrupts=before)
+    cli.main(interrupts=_before)
 
 
 if __name__ == "__main__":

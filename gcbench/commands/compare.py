@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
@@ -136,6 +137,7 @@ def compare(
     watch = partial(watched, progress, "compare")
     with bundle.opened(places) as paths:
         runs = reader.load(paths, watch, faults, repeated=by == MACHINE)
+    gc.freeze()  # the rows stay: looking for garbage among them would take seconds
     if by == MACHINE:
         from gcbench.report import machines, tables
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +44,7 @@ def report(
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
     with bundle.opened(places) as paths:
         contents = page.collect(paths)
+    gc.freeze()  # the rows stay: looking for garbage among them would take seconds
     beside = [
         suite_match.beside(suites.load(name), contents.runs) for name in dict.fromkeys(suite or ())
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from gcbench.report.rendering import Column, cell_width, counted, ends, fitted, 
 
 LONGEST = 30
 """Columns of a terminal beyond which a method's label is shortened to its first fields."""
+MOST = 1000
+"""Rows whose cells are made to see which columns a table needs."""
 MARKS = {
     "†": "no common seeds: the difference of the means",
     "‡": "the uncompressed runs have other hyper-parameters",
@@ -48,7 +51,7 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str, width: int) 
     above = [text for text in (title, shared) if text]
     above = ["\n".join(sentence(text, "table", width) for text in above)] if above else []
     lines = asked.lines - sum(len(text.splitlines()) + 1 for text in above)
-    head = _fit(rows, asked, width, asked.lines + len(rows))
+    head = _head(groups, key, asked, width)
     notes = _notes(rows, head.text)
     below = [sentence(note, "table", width) for note in notes]
     lines -= sum(len(text.splitlines()) for text in below) + 2 + head.height
@@ -74,6 +77,17 @@ def _without(key: str, rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
         replace(row, context={name: value for name, value in row.context.items() if name != key})
         for row in rows
     ]
+
+
+def _head(
+    groups: Mapping[str, Sequence[ComparisonRow]], key: str | None, asked: Asked, width: int
+) -> _Table:
+    """Return a table of the rows that may be shown: its headings and the marks in its cells."""
+    if sum(map(len, groups.values())) > MOST:
+        best = _chosen(groups, MOST, key is not None, listed=bool(asked.sort))
+        groups = {name: best.get(name, []) for name in groups}
+    rows = [row for group in groups.values() for row in group]
+    return _fit(rows, asked, width, asked.lines + len(rows))
 
 
 class _Table(NamedTuple):
@@ -124,35 +138,46 @@ def short_labels(rows: Sequence[ComparisonRow]) -> list[str]:
     labels = [row.method for row in rows]
     if max(map(cell_width, labels)) <= LONGEST:
         return labels
-    fewest = [short_label(label, labels) for label in labels]
-    unusual = [_unusual(label, labels) for label in labels]
-    for shorter in (fewest, unusual):
+    for shorter in (fewest_fields(labels), _unusual(labels)):
         places = [(label, row.place) for label, row in zip(shorter, rows, strict=True)]
         if len(set(places)) == len(places):
             return shorter
     return labels
 
 
-def _unusual(label: str, labels: Sequence[str]) -> str:
-    """Return the method's name with the fields that at most half of the rows of that name have."""
-    name, *fields = label.split()
-    namesakes = [words for other in labels if (words := other.split())[0] == name]
-    rare = [
-        word for word in fields if 2 * sum(word in words for words in namesakes) <= len(namesakes)
-    ]
-    return " ".join([name, *rare])
+def _unusual(labels: Sequence[str]) -> list[str]:
+    """Return the methods' names with the fields that at most half of the labels of a name have."""
+    namesakes = Counter(label.split()[0] for label in labels)
+    having = _having(labels)
+    shorter = []
+    for name, *fields in map(str.split, labels):
+        rare = [word for word in fields if 2 * having[name, word] <= namesakes[name]]
+        shorter.append(" ".join([name, *rare]))
+    return shorter
 
 
-def short_label(label: str, labels: Sequence[str]) -> str:
-    """Return the method's name with the first field by which it differs from all of that name."""
-    name, *fields = label.split()
-    namesakes = [
-        words for other in labels if other != label and (words := other.split())[0] == name
-    ]
-    if not namesakes:
-        return name
-    distinct = (field for field in fields if not any(field in words for words in namesakes))
-    return f"{name} {field}" if (field := next(distinct, None)) else label
+def fewest_fields(labels: Sequence[str]) -> list[str]:
+    """Return the methods' names, each with the first field that no other label of its name has.
+
+    A name alone where all labels of that name are equal; a whole label without such a field.
+    """
+    namesakes = Counter(label.split()[0] for label in labels)
+    copies = Counter(labels)
+    having = _having(labels)
+    shorter = []
+    for label in labels:
+        name, *fields = label.split()
+        distinct = (word for word in fields if having[name, word] == copies[label])
+        if namesakes[name] == copies[label]:
+            shorter.append(name)
+        else:
+            shorter.append(f"{name} {field}" if (field := next(distinct, None)) else label)
+    return shorter
+
+
+def _having(labels: Sequence[str]) -> Counter[tuple[str, str]]:
+    """Return how many labels of a name have a word."""
+    return Counter((words[0], word) for words in map(str.split, labels) for word in {*words})
 
 
 def _chosen(
@@ -167,6 +192,8 @@ def _chosen(
     }
     taken = dict.fromkeys(groups, 0)
     for place in range(max(map(len, groups.values()))):
+        if lines < 1:
+            break
         for name, group in ordered.items():
             cost = 1 + (titled and place == 0)
             if taken[name] == place < len(group) and cost <= lines:
@@ -179,7 +206,8 @@ def _chosen(
         if titled and not listed:
             best.sort(key=_quality)
         else:
-            best = [row for row in members if any(row is one for one in best)]
+            taken_rows = set(map(id, best))
+            best = [row for row in members if id(row) in taken_rows]
         if best:
             chosen[name] = best
     return chosen

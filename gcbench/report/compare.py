@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical, finite, text
-from gcbench.report.rendering import LINES, MB, records, sentence
+from gcbench.report.rendering import LINES, MB, plain_values, sentence
 from gcbench.results import declared, update_rule
 from gcbench.results.reader import Run, fields
 from gcbench.results.schema import Modelled, Summary
@@ -250,10 +251,12 @@ _MEASURED = (
 
 
 def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [
-        key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs[1:])
-    ]
+    """Return the keys in which some of the mappings differ from the first."""
+    columns = {
+        key: [config.get(key) for config in configs]
+        for key in dict.fromkeys(chain.from_iterable(configs))
+    }
+    return [key for key, column in columns.items() if column.count(column[0]) < len(column)]
 
 
 class Label(NamedTuple):
@@ -289,47 +292,61 @@ class Label(NamedTuple):
         return all(text(settings.get(key)) == value for key, value in self.settings.items())
 
 
-def _labels(runs: Sequence[Run], choices: frozenset[str], names: Sequence[Label]) -> list[str]:
-    """Return a short label for each row, given one of its runs; equal only for equal methods."""
+def _labels(
+    runs: Sequence[Run],
+    varying: Sequence[str],
+    choices: frozenset[str],
+    names: Sequence[Label],
+) -> list[str]:
+    """Return a short label for each row, given one of its runs; equal only for equal methods.
+
+    `varying`: the keys in which the rows' configs differ.
+    """
     configs = [run.config for run in runs]
-    varying = frozenset(_varying(configs))
     matches = [next((one for one in names if one.fits(run)), None) for run in runs]
     groups: dict[str, list[int]] = {}
     for i, (run, label) in enumerate(zip(runs, matches, strict=True)):
         groups.setdefault(label.name if label else run.summary.compressor_name, []).append(i)
     labels = [""] * len(runs)
+    methods = declared.Methods()
+    in_tags = _keys_of_tags(frozenset(varying))
     for name, group in groups.items():
         every = {i: fields(runs[i].summary) for i in group}
         differing = _varying(list(every.values()))
         several = frozenset(
             key
             for key in ("collective", "memory", "memory_options")
+            if key in varying
             if len({canonical(configs[i].get(key) or None) for i in group}) > 1
         )
         digests = {runs[i].sources.get("compressor") for i in group}
         for i in group:
             run, config, label = runs[i], configs[i], matches[i]
+            method = methods.of(config)
             in_label = label.settings if label else {}
             shown = dict.fromkeys([*(config.get("options") or {}), *differing])
             words = [name]
             words += [
-                f"{key}={text(every[i][key])}" for key in shown if key in every[i].keys() - in_label
+                f"{key}={text(every[i][key])}"
+                for key in shown
+                if key in every[i] and key not in in_label
             ]
             if "collective" in several:
                 words.append(run.summary.collective)
             if "memory" not in in_label:
-                words += _memory_words(config, several)
+                words += _memory_words(config, method, several)
             if config.get("dense_last"):
                 words.append("dense-last")
             if config.get("dense_below"):
                 words.append(f"dense<{config['dense_below']}")
-            tags = _tags(config, varying, in_label)
+            tags = _tags(config, method, [key for key in in_tags if key not in in_label])
             if len(digests) > 1:
                 tags.append(f"source {run.sources.get('compressor', '')[:6]}")
             labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
+    apart = [key for key in varying if key in choices or key not in METHOD_KEYS]
     places = [
-        canonical([_budget(run), label, {key: run.config.get(key) for key in choices}])
-        for run, label in zip(runs, labels, strict=True)
+        (label, canonical({key: config.get(key) for key in apart}) if apart else "")
+        for config, label in zip(configs, labels, strict=True)
     ]
     count = Counter(places)
     return [  # rows with equal short labels get the long ones
@@ -338,27 +355,32 @@ def _labels(runs: Sequence[Run], choices: frozenset[str], names: Sequence[Label]
     ]
 
 
-def _tags(
-    config: Mapping[str, Any], varying: frozenset[str], shown: Mapping[str, str]
-) -> list[str]:
-    """Return the settings in the brackets of a label, without those `shown` already.
+def _keys_of_tags(varying: frozenset[str]) -> list[str]:
+    """Return the settings that the brackets of a label may have."""
+    return [
+        key
+        for key, role in DECLARED.roles.items()
+        if key not in _IN_WORDS and (role == "method" or (role == "place" and key in varying))
+    ]
 
-    These are the method's settings with other values than its defaults, and settings of the place
-    that differ among the rows.
+
+def _tags(
+    config: Mapping[str, Any], method: declared.Declared | None, keys: Sequence[str]
+) -> list[str]:
+    """Return the settings among `keys` for the brackets of a label.
+
+    These are the method's settings with other values than its defaults, and settings of the place.
     """
     bare, pairs = [], []
-    method = declared.of_method(config)
-    for key, role in DECLARED.roles.items():
+    for key in keys:
         value = config.get(key)
-        if key in shown or key in _IN_WORDS:
-            continue
-        if role == "place" and key in varying:
-            if key not in DECLARED.bare:
+        if DECLARED.roles[key] == "method":
+            if _is_changed(method, key, value):
                 pairs.append(f"{key}={text(value)}")
-            elif value:
-                bare.append(text(value))
-        elif role == "method" and _is_changed(method, key, value):
+        elif key not in DECLARED.bare:
             pairs.append(f"{key}={text(value)}")
+        elif value:
+            bare.append(text(value))
     return bare + pairs
 
 
@@ -376,13 +398,14 @@ def _is_changed(method: declared.Declared | None, key: str, value: Any) -> bool:
     return bool(value != (DECLARED.defaults[key] if method is None else method.default(key)))
 
 
-def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[str]:
+def _memory_words(
+    config: Mapping[str, Any], method: declared.Declared | None, several: frozenset[str]
+) -> list[str]:
     """Return the memory of a row and its fields, if they differ from the method's declaration.
 
     They are also shown if they differ among the rows of the method.
     """
     memory, options = config.get("memory"), config.get("memory_options") or {}
-    method = declared.of_method(config)
     words = []
     if "memory" in several or (method is not None and memory != method.memory):
         words.append(f"memory={memory}")
@@ -392,42 +415,39 @@ def _memory_words(config: Mapping[str, Any], several: frozenset[str]) -> list[st
     return words
 
 
-def _budget(run: Run, choices: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings that a row shares with its baseline; `choices` as for `rows`."""
-    left = METHOD_KEYS | choices
-    return {key: value for key, value in run.config.items() if key not in left}
-
-
 class _Baselines:
     """The uncompressed configurations, by the settings that they share with their rows."""
 
     def __init__(
         self,
         firsts: Sequence[Run],
+        varying: Sequence[str],
+        contexts: Sequence[Mapping[str, Any]],
         table: DataFrame,
         values: Mapping[str, Mapping[int, float]],
-        choices: frozenset[str],
         preferred: frozenset[str],
     ) -> None:
-        """`firsts`: a run of each configuration; `table`: their statistics; `values`: their metric
-        by seed; `choices` and `preferred` as for `rows`.
+        """`firsts`: a run of each configuration; `varying`: the keys in which their configs differ;
+        `contexts`: those of the budget, with each configuration's values; `table`: their
+        statistics; `values`: their metric by seed; `preferred` as for `rows`.
         """
-        self.values, self.choices, self.preferred = values, choices, preferred
-        self.scores = dict((table["sign"] * table["mean"]).fillna(-math.inf))
+        self.values, self.preferred = values, preferred
+        self.changing_fp32 = [key for key in varying if key in DECLARED.changes_fp32]
+        self.of_methods = [key for key in varying if key in METHOD_KEYS]
+        self.of_budget = [key for key in varying if contexts and key in contexts[0]]
+        scores = (table["sign"] * table["mean"]).fillna(-math.inf).to_dict()
         self.equal: dict[str, list[Run]] = {}
-        self.near: dict[str, list[Run]] = {}
-        for run in firsts:
+        near: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
+        for run, context in zip(firsts, contexts, strict=True):
             if run.summary.compressor_name == BASELINE:
-                self.equal.setdefault(self._budget(run), []).append(run)
-                self.near.setdefault(self._budget(run, TUNED_KEYS), []).append(run)
+                self.equal.setdefault(_budget(context), []).append(run)
+                near.setdefault(_budget(context, TUNED_KEYS), []).append((run, context))
+        self.near = {
+            budget: max(several, key=lambda one: scores[one[0].method])
+            for budget, several in near.items()
+        }
 
-    def _budget(self, run: Run, left: frozenset[str] = frozenset()) -> str:
-        settings = _budget(run, self.choices | left).items()
-        return canonical(
-            {k: float(v) if type(v) is int else v for k, v in settings if v is not None}
-        )
-
-    def of(self, run: Run) -> tuple[str | None, tuple[str, ...]]:
+    def of(self, run: Run, context: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
         """Return the `none` configuration of equal budget, and the tuned keys that differ.
 
         Of several the one with most equal settings that change an uncompressed run (local steps,
@@ -442,19 +462,27 @@ class _Baselines:
         def closeness(other: Run) -> tuple[int, bool, int, int, int]:
             mine, theirs = self.values[run.method], self.values[other.method]
             common = len(mine.keys() & theirs.keys())
-            fp32 = alike(other, DECLARED.changes_fp32)
+            fp32 = alike(other, self.changing_fp32)
             best = other.method in self.preferred
-            return fp32, best, common, len(theirs), alike(other, METHOD_KEYS)
+            return fp32, best, common, len(theirs), alike(other, self.of_methods)
 
-        if equals := self.equal.get(self._budget(run)):
-            return max(equals, key=closeness).method, ()
-        near = self.near.get(self._budget(run, TUNED_KEYS))
-        if not near:
+        if equals := self.equal.get(_budget(context)):
+            best = equals[0] if len(equals) == 1 else max(equals, key=closeness)
+            return best.method, ()
+        if (nearest := self.near.get(_budget(context, TUNED_KEYS))) is None:
             return None, ()
-        best = max(near, key=lambda other: self.scores[other.method])
-        mine, theirs = _budget(run, self.choices), _budget(best, self.choices)
-        apart = (key for key in mine | theirs if mine.get(key) != theirs.get(key))
-        return best.method, tuple(apart)
+        best, theirs = nearest
+        return best.method, tuple(key for key in self.of_budget if context[key] != theirs[key])
+
+
+def _budget(context: Mapping[str, Any], left: frozenset[str] = frozenset()) -> str:
+    """Return a key of equal budgets: the same for 1 and 1.0, and for a missing setting and None."""
+    if not context:
+        return ""
+    settings = {key: value for key, value in context.items() if key not in left}
+    return canonical(
+        {k: float(v) if type(v) is int else v for k, v in settings.items() if v is not None}
+    )
 
 
 def order(value: Any) -> tuple[int, float, str]:
@@ -534,30 +562,48 @@ def rows(
     if target is not None and "accuracy" in metrics.values() and not 0 < target <= 1:
         raise UsageError(f"--target {target:g}: an accuracy in (0, 1] expected, e.g. 0.9")
     firsts = [group[0] for group in groups.values()]
-    context = sorted(_varying([_budget(run, choices) for run in firsts]), key=_context_order)
+    varying = _varying([run.config for run in firsts])
+    of_budget = [key for key in varying if key not in METHOD_KEYS | choices]
+    context = sorted(of_budget, key=_context_order)
     contexts = [{key: run.config.get(key) for key in context} for run in firsts]
-    varying = [key for key in _varying([run.config for run in firsts]) if key in choices]
+    chosen = [key for key in varying if key in choices]
 
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
     values = seeds.values(per_run)
     table = seeds.per_config(per_run)
-    finder = _Baselines(firsts, table, values, choices, preferred)
-    baselines = [finder.of(run) for run in firsts]
+    finder = _Baselines(firsts, varying, contexts, table, values, preferred)
+    baselines = list(map(finder.of, firsts, contexts))
     columns: dict[str, Any] = {
-        "method": _labels(firsts, choices, labels),
+        "method": _labels(firsts, varying, choices, labels),
         "metric": [metrics[run.summary.task] for run in firsts],
         "context": contexts,
-        "choices": [{key: run.config.get(key) for key in varying} for run in firsts],
-        "budget": [canonical(one) for one in contexts],
+        "choices": [{key: run.config.get(key) for key in chosen} for run in firsts],
+        "budget": [canonical(one) if one else "" for one in contexts],
         "baseline": [baseline for baseline, _ in baselines],
         "tuned": [keys for _, keys in baselines],
     }
     table = table.assign(**columns)
     table["on_front"] = ranks.on_front(per_run, table)
     table = seeds.against_baselines(per_run, table)
+    fields_of = [field for field in ComparisonRow.__dataclass_fields__ if field in table.columns]
+    statistics_of = zip(*(plain_values(table[field]) for field in fields_of), strict=True)
+    phases = {
+        str(name).removeprefix("phase "): plain_values(table[name])
+        for name in table
+        if str(name).startswith("phase ")
+    }
     result = [
-        _row(groups[name], values[name], target, statistics_of)
-        for name, statistics_of in zip(groups, records(table), strict=True)
+        ComparisonRow(
+            runs=tuple(group),
+            values=values[name],
+            failed=tuple(run.summary.seed for run in group if run.summary.seed not in values[name]),
+            phases={phase: phases[phase][place] for phase in _phases(group)},
+            target=target,
+            **dict(zip(fields_of, columns_of, strict=True)),
+        )
+        for place, ((name, group), columns_of) in enumerate(
+            zip(groups.items(), statistics_of, strict=True)
+        )
     ]
     return sorted(
         result,
@@ -569,26 +615,8 @@ def rows(
     )
 
 
-def _row(
-    runs: Sequence[Run],
-    values: Mapping[int, float],
-    target: float | None,
-    columns: Mapping[str, Any],
-) -> ComparisonRow:
-    """Return the row of these runs; `columns` are those of its configuration."""
-    phases = dict.fromkeys([*PHASES, *(name for run in runs for name in run.summary.phase_seconds)])
-    return ComparisonRow(
-        runs=tuple(runs),
-        values=values,
-        failed=tuple(run.summary.seed for run in runs if run.summary.seed not in values),
-        phases={name: columns[f"phase {name}"] for name in phases},
-        target=target,
-        **{
-            field: columns[field]
-            for field in ComparisonRow.__dataclass_fields__
-            if field in columns
-        },
-    )
+def _phases(runs: Sequence[Run]) -> dict[str, None]:
+    return dict.fromkeys([*PHASES, *chain.from_iterable(run.summary.phase_seconds for run in runs)])
 
 
 def _metrics(runs: Sequence[Run]) -> dict[str, str]:

@@ -190,7 +190,8 @@ def write_labels(
 
     figure: Any = axes.figure
     points = figure.dpi / 72
-    taken: list[Any] = []
+    taken: list[tuple[float, ...]] = []
+    """Lower left and upper right corners."""
     for mark in marks:
         sides = [
             (mark.x - mark.across, mark.y - mark.spread),
@@ -198,16 +199,19 @@ def write_labels(
         ]
         (left, low), (right, high) = axes.transData.transform(sides)
         around = 4 * points if len(marks) > 20 else 5.5 * points
-        taken.append(Bbox([[left - around, low - around], [right + around, high + around]]))
+        box = Bbox([[left - around, low - around], [right + around, high + around]])
+        taken.append((*box.min, *box.max))
     places = axes.transData.transform([(mark.x, mark.y) for mark in marks])
     trace = Trace(axes.transData.transform(line)) if line else None
 
     def count(index: int, box: Any, joined: bool) -> int:
-        """Return what the label of the mark `own` would overlap in the box."""
-        away = [hypot(*(np.clip(place, box.min, box.max) - place)) for place in places]
-        overlaps: int = sum(box.overlaps(other) for other in taken)
+        """Return what the label of a mark would overlap in the box."""
+        away = np.hypot(*(np.clip(places, box.min, box.max) - places).T)
+        others = np.array(taken)
+        apart = (box.max < others[:, :2]) | (box.min > others[:, 2:])
+        overlaps = int((~apart.any(axis=1)).sum())
         overlaps += trace is not None and bool(trace.intersects_bbox(box, filled=False))
-        return overlaps + (not joined and away[index] > min(away))
+        return overlaps + bool(not joined and away[index] > away.min())
 
     collisions = 0
     for index, mark in enumerate(marks):
@@ -221,7 +225,7 @@ def write_labels(
             else:
                 shorter[1].remove()
         collisions += bool(hits)
-        taken.append(box)
+        taken.append((*box.min, *box.max))
     return collisions
 
 

@@ -191,7 +191,7 @@ def page(
         parts={kind: [one for one in pieces if one.kind == kind] for kind in sections.KINDS},
         tasks=sorted({one.task for one in chosen}),
         tiers=list(tiers),
-        methods=sorted({row.first.compressor_name for one in chosen for row in one.rows}),
+        methods=sorted({row.first.compressor_name for one in chosen for row in one.shown}),
         runs=len(contents.runs),
         analyses=len(contents.analyses),
         timings=sum(len(timings.rows) for timings in contents.timings.values()),

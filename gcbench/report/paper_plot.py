@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical, text
-from gcbench.report import figures
+from gcbench.report import figures, tables
 from gcbench.report.compare import ComparisonRow, order
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
@@ -24,7 +24,8 @@ def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
     """Write accuracy against bytes to `path`: a point a row, with its 95 % interval and name.
 
     Grey is the band of the uncompressed seeds. `width`: one of `figures.WIDTHS`. Rows whose runs
-    all failed have no point and are named below the axis.
+    all failed have no point and are named below the axis. At most `tables.MOST_POINTS` rows are
+    drawn, the best ones.
 
     Raises:
         UsageError: another ending, rows of more than one budget or metric, or none with a result.
@@ -38,7 +39,8 @@ def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
             "rows of several tasks or budgets cannot share a picture; choose with --where, e.g. "
             "--where task=digits"
         )
-    drawn = [row for row in rows if row.mean is not None]
+    candidates = [row for row in rows if row.mean is not None]
+    drawn = tables.best(candidates, tables.MOST_POINTS)
     if not drawn:
         raise UsageError("no row here has a result to draw: all runs failed")
     scale = 100 if drawn[0].metric == "accuracy" else 1
@@ -62,7 +64,9 @@ def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(y=0.12)
         failed = [sanitize.label(row.method) for row in rows if row.mean is None]
-        failures = f"\nfailed: {', '.join(failed)}" if failed else ""
+        failures = f"\nfailed: {tables.listed(failed, 10)}" if failed else ""
+        if len(drawn) < len(candidates):
+            failures += f"\nthe best {len(drawn)} of {len(candidates):,} rows"
         axes.set_xlabel(f"payload per worker and step, up + down (MB){failures}")
         axes.set_ylabel("test accuracy (%)" if scale == 100 else "test loss")
         _labelled(figure, axes, marks)

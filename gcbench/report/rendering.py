@@ -15,7 +15,7 @@ from unicodedata import combining, east_asian_width
 from gcbench.results import sanitize
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 
 class Column(NamedTuple):
@@ -400,8 +400,14 @@ def block(title: str, columns: Sequence[Column], which: int, format: str, width:
 
 def records(frame: DataFrame) -> list[dict[str, Any]]:
     """Return the lines of a frame as records, None for NaN; the index is left out."""
-    plain = frame.astype(object).where(frame.notna(), None)
-    return [{str(name): value for name, value in one.items()} for one in plain.to_dict("records")]
+    columns = [plain_values(frame[name]) for name in frame]
+    names = list(map(str, frame))
+    return [dict(zip(names, line, strict=True)) for line in zip(*columns, strict=True)]
+
+
+def plain_values(column: Series[Any]) -> list[Any]:
+    """Return the values of a frame's column as Python objects, None for NaN."""
+    return [None if value != value else value for value in column.tolist()]
 
 
 def _plain(value: Any) -> Any:

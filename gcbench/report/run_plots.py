@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical
-from gcbench.report import figures
+from gcbench.report import figures, tables
 from gcbench.report.compare import ComparisonRow, rows
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MANY = 8
 """With more rows than this the legend of a panel is numbered, best first, and a point without room
 for its name shows the number."""
+MOST_SEEDS = 100
+"""Runs per row whose evaluations are read for its curve."""
 LEAST_POINTS = 1.0
 """The least range of the accuracy axis, in percentage points."""
 
@@ -148,7 +150,8 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
     bare = []
     for number, row in enumerate(panel, 1):
         name = f"{number}  {_shown(row)}" if len(panel) > MANY else _shown(row)
-        read = [curve(run, "accuracy" if accuracy else "loss") for run in row.runs]
+        runs = row.runs[:MOST_SEEDS]
+        read = [curve(run, "accuracy" if accuracy else "loss") for run in runs]
         curves = [points for points in read if points]
         style = styles[_label(row)]
         steps, table = [], []
@@ -205,7 +208,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     One row of panels for each task and number of workers. Left: final test accuracy (test loss
     where the task has none), mean ± sd over seeds, against payload bytes; grey is the band of the
     uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds. A single
-    seed has neither sd nor range.
+    seed has neither sd nor range. A panel has at most `tables.MOST_POINTS` rows, the best ones.
 
     Raises:
         UsageError: another ending, or no runs.
@@ -217,7 +220,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     places: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
-    panels = [rows(part) for part in places.values()]  # labels are unique within a panel
+    every = [rows(part) for part in places.values()]  # labels are unique within a panel
+    panels = [tables.best(panel, tables.MOST_POINTS) for panel in every]
     panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
@@ -225,15 +229,18 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     with figures.canvas(width, height) as figure:
         labels: list[tuple[Axes, list[Mark]]] = []
         grid = figure.subplots(len(panels), 2, squeeze=False)
-        for (left, right), panel in zip(grid, panels, strict=True):
+        for (left, right), panel, candidates in zip(grid, panels, every, strict=True):
             config = panel[0].runs[0].config
             many = "s" * (config["workers"] > 1)
             title = f"{config['task']}, {config['workers']} worker{many}"
             counts = [len(row.runs) for row in panel]
             several = max(counts) > 1
             spread = f"mean ± sd, n = {ends(counts)} seeds" if several else "1 seed"
+            if len(candidates) > len(panel):
+                spread += f", {len(panel)} of {len(candidates):,} rows"
             left.set_title(sanitize.label(title) + f": {spread}", loc="left")
-            title = "training: mean and range of the seeds" if several else "training"
+            some = f"first {MOST_SEEDS} " if max(counts) > MOST_SEEDS else ""
+            title = f"training: mean and range of the {some}seeds" if several else "training"
             right.set_title(title, loc="left")
             labels.append((left, _quality(left, panel, styles)))
             _curves(right, panel, styles)

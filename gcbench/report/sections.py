@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +175,15 @@ class Section:
     items: Sequence[tuple[str, Section | None]] = ()
     """Sentences, each with the section whose numbers support it."""
     anchor: str = ""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The numbers of the commands that `number` added."""
 
     def number(self, command: str) -> int:
         """Return the number of a command in the section's list, from 1; a new one is added."""
-        if command not in self.commands:
+        if command not in self.numbers:
             self.commands.append(command)
-        return self.commands.index(command) + 1
+            self.numbers[command] = len(self.commands)
+        return self.numbers[command]
 
 
 def anchored(sections: Iterable[Section]) -> None:
@@ -226,6 +230,21 @@ class Compared:
     rows: Sequence[ComparisonRow]
     beside: Beside | None = None
 
+    @cached_property
+    def shown(self) -> list[ComparisonRow]:
+        """The rows of the tables, without the settings that they share: see `tables.best`."""
+        return tables.best(self.rows, tables.MOST_ROWS)
+
+    @cached_property
+    def configs(self) -> list[dict[str, Any]]:
+        """The configs of the runs, each once."""
+        return list({id(config): config for run in self.runs for config in [run.config]}.values())
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether the accuracy of none of the runs says anything."""
+        return all(map(_is_short, {run.method: run for run in self.runs}.values()))
+
 
 def _task(run: Run) -> str:
     """Return the task and its options in words."""
@@ -235,17 +254,27 @@ def _task(run: Run) -> str:
 
 def _is_short(run: Run) -> bool:
     """Whether the run has too few of its task's default steps for its accuracy to say anything."""
+    usual = _usual_steps(run.summary.task)
+    return usual is not None and SHORT * run.summary.steps < usual
+
+
+@cache
+def _usual_steps(task: str) -> int | None:
+    """Return the default steps of a task; None without any, or where it is not installed."""
     try:
-        usual = registry.task_class(run.summary.task)().defaults().get("steps")
+        usual = registry.task_class(task)().defaults().get("steps")
     except GcbenchError:  # a task of a plug-in that is not installed
-        return False
-    return usual is not None and SHORT * run.summary.steps < int(usual)
+        return None
+    return None if usual is None else int(usual)
 
 
 def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
     groups: dict[str, list[Run]] = {}
+    tasks: dict[str, str] = {}
     for run in runs:
-        groups.setdefault(_task(run), []).append(run)
+        if run.method not in tasks:
+            tasks[run.method] = _task(run)
+        groups.setdefault(tasks[run.method], []).append(run)
     return dict(sorted(groups.items()))
 
 
@@ -295,16 +324,58 @@ def budget(one: Compared) -> str:
     """Return what the runs have in common and what differs, in words."""
     words = []
     for key in _BUDGET:
-        values = list(dict.fromkeys(text(run.config.get(key)) for run in one.runs))
+        values = distinct(one, key)
         if values != ["null"] and values != ["None"]:
-            shown = values if len(values) <= 4 else [*values[:3], f"... ({len(values)} values)"]
-            words.append(f"{key} {', '.join(shown)}")
+            words.append(f"{key} {few(values)}")
     counts = [len(row.runs) for row in one.rows]
     return f"{'; '.join(words)}; {ends(counts)} seed{'s' * (max(counts) > 1)} a row."
 
 
+def distinct(one: Compared, key: str) -> list[str]:
+    """Return the values of a setting among the runs, as text."""
+    return list(dict.fromkeys(text(config.get(key)) for config in one.configs))
+
+
+def few(values: Sequence[str]) -> str:
+    """Return values as one text; of more than four the first three and the count."""
+    return ", ".join(values if len(values) <= 4 else [*values[:3], f"... ({len(values)} values)"])
+
+
+MOST_SEEDS = 20
+"""Seeds per row whose commands are listed."""
+MOST_PLACES = 20
+"""Lines on machines and versions below a section."""
+
+
+def _omitted(one: Compared, *, drawn: bool) -> str:
+    """Return a sentence on the rows and commands that the section leaves out, "" without any.
+
+    `drawn`: whether the section has a picture.
+    """
+    count = len(one.rows)
+    parts = []
+    if count > len(one.shown):
+        parts.append(
+            f"{len(one.shown)} of {count:,} rows are shown: in turn the best of each tier and "
+            "budget, and its uncompressed runs. `gcbench compare --format csv` has all of them."
+        )
+    if drawn and count > tables.MOST_POINTS:
+        parts.append(f"The picture has the best {tables.MOST_POINTS}.")
+    if any(len(row.runs) > MOST_SEEDS for row in one.shown):
+        parts.append(f"Commands: of the first {MOST_SEEDS} seeds per row.")
+    return " ".join(parts)
+
+
+def _where(one: Compared) -> list[str]:
+    """Return the machines and versions of the runs, a line each."""
+    provenances = {id(run.summary.provenance): run.summary.provenance for run in one.runs}
+    lines = sorted({_machine(provenance) for provenance in provenances.values()} - {""})
+    more = len(lines) - MOST_PLACES
+    return lines if more <= 0 else [*lines[:MOST_PLACES], f"and {more:,} more machines or versions"]
+
+
 def _commands(section: Section, row: ComparisonRow) -> Iterator[int]:
-    for run in row.runs:
+    for run in row.runs[:MOST_SEEDS]:
         command = run.summary.provenance.get("command")
         yield section.number(str(command) if command else f"not recorded: {run.source}")
 
@@ -329,9 +400,10 @@ def _sheet(
 
 def accuracy(one: Compared) -> Section:
     """Return the section of runs that are compared: picture, and the method first in each row."""
-    constants, rows = tables.constants(one.rows)
+    constants, rows = tables.constants(one.shown)
     missing = "; ".join(one.beside.unmade()) if one.beside is not None else ""
-    lead = [budget(one), *filter(None, [constants and f"All rows: {constants}.", missing])]
+    same = constants and f"All rows: {constants}."
+    lead = [budget(one), *filter(None, [_omitted(one, drawn=True), same, missing])]
     section = Section(one.title, "accuracy", lead, task=one.task)
     groups = tables.groups(rows)
     method = len(rows[0].context)
@@ -347,10 +419,15 @@ def accuracy(one: Compared) -> Section:
     sheet.notes = [note for note in tables.notes(rows) if not note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
     if any(row.tier is not None and row.mean is not None for row in one.rows):
-        section.pictures = _pictures(lambda path: tier_plot.draw(one.rows, one.title, path))
+        drawn = tables.best(one.rows, tables.MOST_POINTS)
+        section.pictures = _pictures(lambda path: tier_plot.draw(drawn, one.title, path))
     else:
-        section.pictures = _pictures(lambda path: run_plots.draw(one.runs, path))
-    section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
+        runs = one.runs
+        if len(one.rows) > tables.MOST_POINTS:
+            best = tables.best(one.rows, tables.MOST_POINTS)
+            runs = [run for row in best for run in row.runs]
+        section.pictures = _pictures(lambda path: run_plots.draw(runs, path))
+    section.where = _where(one)
     return section
 
 
@@ -360,14 +437,15 @@ _OF_TIMES = ("Times: ", "~: ")
 
 def timed(one: Compared) -> bool:
     """Whether there are times of these runs that may be shown."""
-    return bool(tables.groups(one.rows)["times"])
+    return bool(tables.groups(one.shown)["times"])
 
 
 def times(one: Compared) -> Section:
     """Return the section of the times by phase."""
-    constants, rows = tables.constants(one.rows)
-    lead = [budget(one), *filter(None, [constants and f"All rows: {constants}."])]
-    if one.rows and all(map(_is_short, one.runs)):
+    constants, rows = tables.constants(one.shown)
+    same = constants and f"All rows: {constants}."
+    lead = [budget(one), *filter(None, [_omitted(one, drawn=False), same])]
+    if one.rows and one.is_short:
         lead.append(f"Less than 1/{SHORT} of the task's default steps: no accuracy is shown.")
     section = Section(f"Times: {one.title}", "timing", lead, task=one.task)
     groups = tables.groups(rows)
@@ -377,7 +455,7 @@ def times(one: Compared) -> Section:
     sheet = _sheet(section, "Time by phase", rows, columns, len(which))
     sheet.notes = [note for note in tables.notes(rows) if note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
-    section.where = sorted({_machine(run.summary.provenance) for run in one.runs} - {""})
+    section.where = _where(one)
     return section
 
 

@@ -135,10 +135,14 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     runs_of = {run.method: run for run in runs}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
+    by_compressor: dict[str, list[tuple[Point, Mapping[str, Any]]]] = {}
+    for point in points.values():
+        resolved = point.resolved
+        by_compressor.setdefault(resolved["compressor"], []).append((point, resolved))
     for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
         recorded = _recorded(run)
-        for point in points.values():
-            if not _same(suite, point.resolved, recorded):
+        for point, resolved in by_compressor.get(recorded["compressor"], ()):
+            if not _same(suite, resolved, recorded):
                 continue
             if not run.is_trial:
                 matches.setdefault(method, []).append(point)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gcbench.core.values import canonical, text
+from gcbench.core.values import canonical
 from gcbench.report import tables
 from gcbench.report.analysis import Analysis
 from gcbench.report.compare import ComparisonRow
 from gcbench.report.rendering import Column, ends, number
-from gcbench.report.sections import Compared, Section, Sheet
+from gcbench.report.sections import Compared, Section, Sheet, distinct, few
 from gcbench.stats.ranks import LEAST_SEEDS
 
 PAYS = ("advice", "bandwidth", "fft-breakeven", "prediction")
@@ -58,7 +58,7 @@ def _what(
     """Return what was run: a row for each section of runs."""
 
     def values(one: Compared, key: str) -> str:
-        return ", ".join(dict.fromkeys(text(run.config.get(key)) for run in one.runs))
+        return few(distinct(one, key))
 
     def seeds(one: Compared) -> str:
         return ends(len(row.runs) for row in one.rows)
@@ -104,7 +104,8 @@ def front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Section | None:
     """Return the section of the fronts, a front for each of `chosen`; None without any row."""
-    shown = [(one, row) for one in chosen for row in front(one.rows)]
+    fronts = [(one, front(one.rows)) for one in chosen]
+    shown = [(one, row) for one, rows in fronts for row in tables.best(rows, tables.MOST_ROWS)]
     if not shown:
         return None
     rows = [row for _, row in shown]
@@ -133,7 +134,12 @@ def _front(chosen: Sequence[Compared], accuracy: Mapping[int, Section]) -> Secti
         notes=[
             f"{tables.FRONT} Payload bytes are up and down together. Of several budgets this is "
             "the one with most rows; the others are marked in the tables below. vs none: "
-            "difference from the uncompressed runs with its 95 % interval."
+            "difference from the uncompressed runs with its 95 % interval.",
+            *(
+                f"{one.title}: {tables.MOST_ROWS} of {len(rows):,} rows of the front are shown."
+                for one, rows in fronts
+                if len(rows) > tables.MOST_ROWS
+            ),
         ],
         methods=[row.first.compressor_name for row in rows],
         tiers=[row.tier or "" for row in rows],
@@ -154,7 +160,9 @@ def findings(one: Compared) -> list[str]:
     rivals = [row for row in one.rows if not row.is_baseline]
     failed = [row.method for row in one.rows if row.failed]
     if failed:
-        sentences.append(f"{one.title}: runs diverged of {', '.join(dict.fromkeys(failed))}.")
+        sentences.append(
+            f"{one.title}: runs diverged of {tables.listed(list(dict.fromkeys(failed)))}."
+        )
     paired = [row for row in rivals if row.interval is not None]
     if not paired:
         if rivals:

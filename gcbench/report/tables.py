@@ -197,7 +197,7 @@ def _tier_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         )
     if above := [row.method for row in rows if row.above_baseline]:
         sentences.append(
-            f"Better than uncompressed, interval included: {', '.join(above)}. Look for the cause "
+            f"Better than uncompressed, interval included: {listed(above)}. Look for the cause "
             "first: a better tuned rate, or noise that regularizes."
         )
     return sentences
@@ -300,11 +300,14 @@ def _withheld(rows: Sequence[ComparisonRow]) -> str:
 
     Versions are distinguished by their commit, or by the release where the commit is not known.
     """
+    provenances = {
+        id(run.summary.provenance): run.summary.provenance
+        for row in rows
+        if not row.not_quoted
+        for run in row.runs
+    }
     for field, what in (("machine", "machines"), ("commit", "commits")):
-        provenances = (
-            run.summary.provenance for row in rows if not row.not_quoted for run in row.runs
-        )
-        values = [provenance.get(field) or provenance.get("versions") for provenance in provenances]
+        values = [one.get(field) or one.get("versions") for one in provenances.values()]
         places = set(map(canonical, {id(value): value for value in values}.values()))
         if len(places) > 1:
             return f"Times are left out: the runs come from {len(places)} {what}."
@@ -336,7 +339,7 @@ def alike(rows: Sequence[ComparisonRow]) -> str:
 
 def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     """Return the footnotes of a table."""
-    sentences = [alike(rows)] if alike(rows) else []
+    sentences = [equal] if (equal := alike(rows)) else []
     sentences += [
         "Results are the mean ± the sample standard deviation over n seeds. vs none: the "
         "difference from the uncompressed runs of equal budget (accuracy in points), paired by "
@@ -365,7 +368,7 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     if faster := [row.method for row in rows if row.faster]:
         sentences.append(
             f"Meets the target in fewer steps than uncompressed, interval included: "
-            f"{', '.join(faster)}. Look for the cause first."
+            f"{listed(faster)}. Look for the cause first."
         )
     if any(row.other_rule for row in rows):
         sentences.append(
@@ -654,6 +657,43 @@ def render(
     return "\n\n".join([*blocks, *_footnotes(every, format, width)])
 
 
+MOST_ROWS = 100
+"""Rows of a table on a page: a reader finds no more of them useful, and a browser slows down."""
+MOST_POINTS = 24
+"""Rows in a picture: beyond, their names cover each other."""
+
+
+def best(rows: Sequence[ComparisonRow], most: int) -> list[ComparisonRow]:
+    """Return at most `most` rows in their order: in turn the best of each tier and budget.
+
+    The uncompressed rows of a tier and budget come first, then those with the best mean.
+    """
+    if len(rows) <= most:
+        return list(rows)
+    groups: dict[tuple[str | None, str], list[int]] = {}
+    for place, row in enumerate(rows):
+        budget = canonical(row.context) if row.context else ""
+        groups.setdefault((row.tier, budget), []).append(place)
+
+    def behind(place: int) -> tuple[bool, float]:
+        row = rows[place]
+        sign = -1 if row.metric == "accuracy" else 1
+        return not row.is_baseline, math.inf if row.mean is None else sign * row.mean
+
+    ordered = [
+        (turn, behind(place), place)
+        for group in groups.values()
+        for turn, place in enumerate(sorted(group, key=behind))
+    ]
+    return [rows[place] for place in sorted(place for *_, place in sorted(ordered)[:most])]
+
+
+def listed(names: Sequence[str], most: int = 40) -> str:
+    """Return the first `most` names as one text, with a count of the others."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def columns() -> int:
     """Return the width of the terminal, or 200 if the output is not a terminal."""
     return shutil.get_terminal_size((200, 24)).columns
@@ -665,6 +705,8 @@ def constants(rows: Sequence[ComparisonRow]) -> tuple[str, list[ComparisonRow]]:
     Selected or grouped rows may share settings that differ among all rows of the table.
     """
     shared = [key for key in rows[0].context if len({canonical(r.context[key]) for r in rows}) == 1]
+    if not shared:
+        return "", list(rows)
     words = ", ".join(f"{key}={text(rows[0].context[key])}" for key in shared)
     rest = [key for key in rows[0].context if key not in shared]
     return words, [replace(row, context={key: row.context[key] for key in rest}) for row in rows]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
-from gcbench.report import figures
-from gcbench.report.brief import short_label
+from gcbench.report import figures, tables
+from gcbench.report.brief import fewest_fields
 from gcbench.report.compare import ComparisonRow
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
@@ -56,14 +56,16 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     that may be its best, by their ranks, have a dark edge; a line joins the means of these groups
     (`leaders`) and has a gap where ranks are not known. Rows that another one of their tier with no
     more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows without a
-    finished seed are named below.
+    finished seed are named below. At most `tables.MOST_POINTS` rows are drawn, the best of each
+    tier.
 
     Raises:
         UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
         GcbenchError: `path` cannot be written.
     """
     path = figures.check(path)
-    drawn = [row for row in rows if row.tier is not None and row.mean is not None]
+    candidates = [row for row in rows if row.tier is not None and row.mean is not None]
+    drawn = tables.best(candidates, tables.MOST_POINTS)
     if not drawn:
         raise UsageError("no finished row of a tier to draw; make the suite's runs first")
     if len({(str(row.context), row.metric) for row in rows}) > 1:
@@ -81,7 +83,8 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
                     scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
                 )
         marks = []
-        for row in drawn:
+        short = fewest_fields([row.method for row in drawn])
+        for row, label in zip(drawn, short, strict=True):
             style = styles[str(row.tier)]
             opacity = FADED if row.beaten else 1.0
             x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
@@ -98,8 +101,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
                 ms=8,
                 **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
             )
-            short = short_label(row.method, [other.method for other in drawn])
-            marks.append(Mark(x, y, spread, row.method, style["color"], short=short))
+            marks.append(Mark(x, y, spread, row.method, style["color"], short=label))
         levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
         line = [(size, scale * value) for level in levels for size, value in level]
         for tier in tiers:
@@ -121,11 +123,12 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         _frame(axes, drawn)
         _stretch(axes, drawn, scale)
         seeds = ends(len(row.values) for row in drawn)
+        some = f", {len(drawn)} of {len(candidates):,} rows" if len(drawn) < len(candidates) else ""
         axes.set_title(
-            sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}", loc="left"
+            sanitize.label(str(title)) + f": mean and 95 % interval, n = {seeds}{some}", loc="left"
         )
-        failed = [row.method for row in rows if row.failed]
-        failures = f"\nfailed seeds: {', '.join(map(sanitize.label, failed))}" if failed else ""
+        failed = tables.listed([sanitize.label(row.method) for row in rows if row.failed], 10)
+        failures = f"\nfailed seeds: {failed}" if failed else ""
         axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){failures}")
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
         figure.draw_without_rendering()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,77 @@ def of_method(config: Mapping[str, Any]) -> Declared | None:
 
     Fields that change by step have the values of the last step.
     """
-    name, options = str(config.get("compressor")), canonical(config.get("options") or {})
-    if f"gcbench.compressors.{name}" in sys.modules:
-        return _computed.__wrapped__(name, options)
-    return _literal(name) or _computed(name, options)
+    return Methods().of(config)
+
+
+class Methods:
+    """What the methods of several configs declare: each method's class is read once."""
+
+    def __init__(self) -> None:
+        self.constant: dict[str, Declared | None] = {}
+        """By name: of methods that declare the same with any fields; None if not known here."""
+        self.computed: dict[str, dict[str, Declared | None]] = {}
+        """By name and fields."""
+
+    def of(self, config: Mapping[str, Any]) -> Declared | None:
+        """Return as `of_method`."""
+        name = str(config.get("compressor"))
+        if name not in self.constant and name not in self.computed:
+            if _is_computed(name):
+                self.computed[name] = {}
+            else:
+                self.constant[name] = _constant(name)
+        if name in self.constant:
+            return self.constant[name]
+        options = canonical(config.get("options") or {})
+        known = self.computed[name]
+        if options not in known:
+            known[options] = _computed(name, options)
+        return known[options]
+
+
+def _class_of(name: str) -> Any:
+    """Return the class of a method; None if it is not known here."""
+    from gcbench.core import registry
+
+    try:
+        return registry.compressor_class(name) if name in registry.compressors() else None
+    except GcbenchError:
+        return None
+
+
+def _is_computed(name: str) -> bool:
+    """Return whether what a method declares may depend on its fields."""
+    if _read_from_source(name):
+        return False
+    from gcbench.core import registry
+    from gcbench.core.compressor import Compressor
+
+    cls = _class_of(name)
+    return cls is not None and any(
+        key in registry.fields(cls)
+        or (
+            hasattr(value := getattr_static(cls, key), "__get__")
+            and value is not getattr_static(Compressor, key)
+        )
+        for key in ATTRIBUTES[:3]
+    )
+
+
+def _constant(name: str) -> Declared | None:
+    if _read_from_source(name):
+        return _literal(name)
+    cls = _class_of(name)
+    if cls is None:
+        return None
+    values = {key: getattr_static(cls, key) for key in ATTRIBUTES[:3]}
+    return Declared(**{key: v for key, v in values.items() if not hasattr(v, "__get__")})
+
+
+def _read_from_source(name: str) -> bool:
+    """Return whether a method is not loaded, and its source has its declarations as literals."""
+    loaded = f"gcbench.compressors.{name}" in sys.modules
+    return not loaded and _literal(name) is not None
 
 
 @cache
@@ -58,7 +126,6 @@ def _literal(name: str) -> Declared | None:
     return None
 
 
-@cache
 def _computed(name: str, options: str) -> Declared | None:
     from gcbench.core import registry
 
@@ -94,15 +161,9 @@ def _literals(name: str) -> Mapping[str, Any] | None:
 
     None: there is no such file, one of them is computed, or a base class may assign it.
     """
-    if not all(part.isidentifier() for part in name.split(".")):
+    if name not in _built_in():
         return None
-    try:
-        spec = find_spec(f"gcbench.compressors.{name}")
-    except ModuleNotFoundError:
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    tree = ast.parse(Path(spec.origin).read_text())
+    tree = ast.parse(_built_in()[name].read_text())
     if any(_is_of_a_method(node) for node in tree.body):
         return None
     literals: dict[str, Any] = {}
@@ -122,6 +183,16 @@ def _literals(name: str) -> Mapping[str, Any] | None:
             except ValueError:
                 return None
     return literals
+
+
+@cache
+def _built_in() -> dict[str, Path]:
+    """Return the files of the built-in methods and memories by their dotted names."""
+    spec = find_spec("gcbench.compressors")
+    folders = None if spec is None else spec.submodule_search_locations
+    assert folders, "the package is installed"
+    paths = Path(folders[0]).rglob("*.py")
+    return {".".join(path.relative_to(folders[0]).with_suffix("").parts): path for path in paths}
 
 
 def _is_of_a_method(node: ast.stmt) -> bool:

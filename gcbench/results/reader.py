@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -54,7 +56,7 @@ class Run:
     source: Path
     """The run's folder, or the .json or .parquet file that holds the summary."""
     configuration: Configuration
-    curve: str | Sequence[Mapping[str, Any]] | None = None
+    curve: rowfiles.PackedText | Sequence[Mapping[str, Any]] | None = None
     """The evaluations of a row of a file, as JSON text until they are used."""
     number: int = 0
     """The row's number in `source`, from 1; 0 for a run's folder."""
@@ -154,6 +156,8 @@ class Configurations:
     def __init__(self) -> None:
         self.by_parts: dict[tuple[Any, ...], Configuration] = {}
         self.by_method: dict[str, Configuration] = {}
+        self.checked: dict[int, Mapping[str, Any]] = {}
+        """Configs and provenances whose types are right, by `id`: rows of a file share them."""
 
     def of(self, summary: Summary) -> Configuration:
         """Return the configuration of a run.
@@ -166,14 +170,26 @@ class Configurations:
         parts = (id(summary.config), *resolved, *named)
         configuration = self.by_parts.get(parts)
         if configuration is None:
-            config = {k: v for k, v in (DEFAULTS | recorded(summary)).items() if k != "seed"}
-            plain = {key: value for key, value in config.items() if key != "options"}
-            identity = canonical([*named[:2], plain, schedules(summary), sources(summary)])
-            method = hashlib.sha256(identity.encode()).hexdigest()[:32]
+            config = DEFAULTS | recorded(summary)
+            del config["seed"]
+            rest = canonical([*named[:2], schedules(summary), sources(summary)])
+            method = hashlib.sha256(f"{_identity(config)} {rest}".encode()).hexdigest()[:32]
             configuration = self.by_method.setdefault(method, Configuration(config, method))
             if "seed" not in summary.config:  # shared, and so kept alive by its other runs
                 self.by_parts[parts] = configuration
+                if summary.config == configuration.config:
+                    summary.config = configuration.config  # one object takes half of the memory
         return configuration
+
+
+def _identity(config: Mapping[str, Any]) -> str:
+    """Return the same text for equal settings, without the method's fields."""
+    settings = {
+        key: canonical(value) if value and type(value) is dict else value
+        for key, value in config.items()
+        if key != "options"
+    }
+    return repr(sorted(settings.items()))
 
 
 def schedules(summary: Summary) -> dict[str, str]:
@@ -191,12 +207,29 @@ def fields(summary: Summary) -> dict[str, Any]:
     """
     options = dict(summary.config.get("options") or {})
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        call = ast.parse(summary.compressor, mode="eval").body
-        if isinstance(call, ast.Call):
+        if _PLAIN_CALL.fullmatch(summary.compressor):
+            pairs = _ARGUMENT.findall(summary.compressor)
+            options |= {name: _literal(value) for name, value in pairs}
+        elif isinstance(call := ast.parse(summary.compressor, mode="eval").body, ast.Call):
             options |= {
                 word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
             }
     return options | schedules(summary)
+
+
+_LITERAL = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|None|True|False|'[^'\\]*'"
+_ARGUMENT = re.compile(rf"(\w+)=({_LITERAL})")
+_PLAIN_CALL = re.compile(rf"\w+\((?:\w+=(?:{_LITERAL})(?:, (?!\))|(?=\))))*\)", re.ASCII)
+"""A repr with numbers, constants and simple strings alone: parsing Python is 20 times slower."""
+_CONSTANTS = {"None": None, "True": True, "False": False}
+
+
+def _literal(text: str) -> Any:
+    if text[0] == "'":
+        return text[1:-1]
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    return float(text) if "." in text or "e" in text else int(text)
 
 
 def _parse(
@@ -237,8 +270,13 @@ def _parse(
             "(`gcbench help reading-results`)"
         ) from error
     for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
-        if wrong := sanitize.wrong_type(kind, data.get(kind) or {}, types):
+        values = data.get(kind) or {}
+        if id(values) in configurations.checked:
+            continue
+        if wrong := sanitize.wrong_type(kind, values, types):
             raise GcbenchError(f"{where}: {wrong}; {remedy} (`gcbench help reading-results`)")
+        if plain:
+            configurations.checked[id(values)] = values
     return Run(summary, source, configurations.of(summary), number=number)
 
 
@@ -398,6 +436,8 @@ def load(
     unfinished: dict[Path, None] = {}
     places = [place for folder in map(Path, folders) for place in _places(folder)]
     shown = progress.Silent() if watch is None else watch(len(places))
+    collecting = gc.isenabled()
+    gc.disable()  # rows leave little garbage, and looking for it takes a tenth of the time
     try:
         for number, place in enumerate(places):
             shown.step(number, f"reading {place.name}")
@@ -418,6 +458,8 @@ def load(
                 raise wrong[0]
         shown.step(len(places))
     finally:
+        if collecting:
+            gc.enable()
         shown.close()
     if wrong and not result:
         raise wrong[0]

@@ -12,10 +12,14 @@ import io
 import json
 import re
 import sys
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
 
@@ -166,9 +170,9 @@ def each(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRu
 def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
     """Yield the rows of a file as `each` does, for readers that change nothing in them.
 
-    Rows share what is equal in them, and configs leave the seed out. `evaluations` stay JSON text
-    (`decoded` decodes it). The last value is whether all text of the row, except the evaluations,
-    is known to be printable.
+    Rows share what is equal in them, and configs leave the seed out. `evaluations` are a
+    `PackedText` of JSON (`decoded` decodes it). The last value is whether all text of the row,
+    except the evaluations, is known to be printable.
     """
     yield from _each(path, faults, _Decoder(share_seeds=True), encoded=("evaluations",))
 
@@ -182,45 +186,127 @@ def _each(
     schema = file.schema_arrow
     nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
     nested = (nested | {_NULLS}) - {*encoded}
-    number = 0
-    checked: dict[str, bool] = {}
+    first = 1
+    printable = _Printable()
     for batch in _batches(path, file):
-        columns = [(name, batch.column(name).to_pylist()) for name in batch.schema.names]
-        for i in range(batch.num_rows):
-            number += 1
-            record: StoredRun = {}
-            fault, plain = None, True
-            for name, values in columns:
-                value = values[i]
-                if value is None:
-                    continue
-                if plain and name not in encoded and type(value) is str:
-                    printable = checked.get(value)
-                    if printable is None:
-                        printable = is_plain_text(value)
-                        if len(checked) < _MOST_SEEN and len(value) <= _SHORT:
-                            checked[value] = printable
-                    plain = printable
-                if name in nested:
-                    try:
-                        value = decode(name, value)
-                    except (TypeError, ValueError, RecursionError) as error:
-                        fault = GcbenchError(
-                            f"{path}, row {number}, column `{name}`: JSON text expected, not "
-                            f"{_brief(value)} ({error})"
-                        )
-                        break
-                record[name] = value
-            nulls = record.pop(_NULLS, [])
-            if fault is None and not _are_names(nulls):
-                fault = GcbenchError(
-                    f"{path}, row {number}, column `{_NULLS}`: a JSON list of names expected, not "
-                    f"{_brief(nulls)}"
-                )
-            if fault is not None:
-                faults.append(fault)
+        wrong: dict[int, GcbenchError] = {}
+        unprintable: set[int] = set()
+        columns: dict[str, list[Any]] = {}
+        for name in batch.schema.names:
+            values = batch.column(name).to_pylist()
+            if name not in encoded:
+                texts = {value for value in values if type(value) is str}
+                if odd := {text for text in texts if not printable(text)}:
+                    odd_rows = (i for i, v in enumerate(values) if type(v) is str and v in odd)
+                    unprintable.update(odd_rows)
+            else:
+                values = packed(values)
+            if name in nested:
+                values, errors = _decoded(decode, name, values)
+                for i, (value, error) in errors.items():
+                    wrong.setdefault(i, _not(path, first + i, name, "JSON text", value, error))
+            if any(value is not None for value in values):
+                columns[name] = values
+        nulls = columns.pop(_NULLS, None)
+        lines = zip(*columns.values(), strict=True) if columns else [()] * batch.num_rows
+        for i, line in enumerate(lines):
+            record: StoredRun = {
+                name: value for name, value in zip(columns, line, strict=True) if value is not None
+            }
+            missing = nulls[i] if nulls is not None and nulls[i] is not None else ()
+            if i not in wrong and missing and not _are_names(missing):
+                wrong[i] = _not(path, first + i, _NULLS, "a JSON list of names", missing)
+            if i in wrong:
+                faults.append(wrong[i])
                 continue
-            yield number, {**dict.fromkeys(nulls), **record} if nulls else record, plain
+            row = {**dict.fromkeys(missing), **record} if missing else record
+            yield first + i, row, i not in unprintable
+        first += batch.num_rows
+
+
+class PackedText(NamedTuple):
+    """One text of a column, which is stored compressed: evaluations are most of a file."""
+
+    column: _PackedColumn
+    place: int
+
+    def read(self) -> str:
+        """Return the text. Reading texts in their order decompresses each batch once."""
+        text, ends = _unpacked(self.column)
+        return text[ends[self.place] : ends[self.place + 1]]
+
+
+@dataclass(frozen=True, eq=False)
+class _PackedColumn:
+    data: bytes
+    size: int
+    """Bytes without compression."""
+    ends: Sequence[int]
+    """Where texts end, in characters; the first value is 0."""
+
+
+def packed(values: Sequence[Any]) -> list[Any]:
+    """Return the values of a column with each text replaced by its `PackedText`."""
+    import pyarrow as pa
+
+    texts = [value if type(value) is str else "" for value in values]
+    data = "".join(texts).encode("utf-8", "surrogatepass")
+    ends = array("Q", accumulate(map(len, texts), initial=0))
+    column = _PackedColumn(pa.compress(data, "zstd", asbytes=True), len(data), ends)
+    return [
+        PackedText(column, place) if type(value) is str else value
+        for place, value in enumerate(values)
+    ]
+
+
+@lru_cache(maxsize=4)
+def _unpacked(column: _PackedColumn) -> tuple[str, Sequence[int]]:
+    import pyarrow as pa
+
+    data = pa.decompress(column.data, column.size, "zstd", asbytes=True)
+    return data.decode("utf-8", "surrogatepass"), column.ends
+
+
+def _decoded(
+    decode: _Decoder, column: str, values: list[Any]
+) -> tuple[list[Any], dict[int, tuple[Any, Exception]]]:
+    """Return the values of a column of JSON text, and of each wrong one its place and error."""
+    results: dict[str, Any] = {}
+    errors: dict[int, tuple[Any, Exception]] = {}
+    for i, value in enumerate(values):
+        if value is None or (type(value) is str and value in results):
+            continue
+        try:
+            results[value] = decode(column, value)
+        except (TypeError, ValueError, RecursionError) as error:
+            errors[i] = value, error
+            values[i] = None
+    return [None if value is None else results[value] for value in values], errors
+
+
+def _not(
+    path: Path, number: int, column: str, expected: str, value: Any, error: Exception | None = None
+) -> GcbenchError:
+    """Return the error of a row with another value than expected."""
+    why = "" if error is None else f" ({error})"
+    return GcbenchError(
+        f"{path}, row {number}, column `{column}`: {expected} expected, not {_brief(value)}{why}"
+    )
+
+
+class _Printable:
+    """Whether texts are surely printable; short ones, which repeat, are checked once."""
+
+    def __init__(self) -> None:
+        self.checked: dict[str, bool] = {}
+
+    def __call__(self, text: str) -> bool:
+        result = self.checked.get(text)
+        if result is None:
+            result = is_plain_text(text)
+            if len(self.checked) < _MOST_SEEN and len(text) <= _SHORT:
+                self.checked[text] = result
+        return result
 
 
 def _batches(path: Path, file: Any) -> Iterator[Any]:
@@ -234,11 +320,13 @@ def _batches(path: Path, file: Any) -> Iterator[Any]:
 
 
 def decoded(text: Any, where: str) -> Any:
-    """Return the value of a column that `each` left as JSON text; `where` names its row.
+    """Return the value of a column that `shared` left as JSON text; `where` names its row.
 
     Raises:
         GcbenchError: it is not JSON text.
     """
+    if isinstance(text, PackedText):
+        text = text.read()
     if not isinstance(text, str):
         return text
     try:

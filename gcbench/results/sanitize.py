@@ -125,11 +125,10 @@ _PLAIN_TYPES = frozenset((*SCALARS, dict))
 
 def wrong_type(kind: str, values: Mapping[str, Any], types: Mapping[str, type]) -> str:
     """Return what is wrong with the types in a row's config or provenance, or nothing."""
-    for key, value in values.items():
-        expected = types.get(key)
+    unusual = [key for key, value in values.items() if type(value) not in _PLAIN_TYPES]
+    for key in (*(key for key in types if key in values), *unusual):
+        value, expected = values[key], types.get(key)
         if expected is None:
-            if type(value) in _PLAIN_TYPES:
-                continue
             many = value if isinstance(value, list) else [value]
             right = all(isinstance(each, (*SCALARS, dict)) for each in many)
         else:

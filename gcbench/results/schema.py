@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple
 
 SCHEMA = 1
@@ -77,11 +78,23 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _seconds(value: Any) -> Mapping[str, float | None]:
-    return {name: _optional(_number)(one) for name, one in _mapping(value).items()}
+    mapping = _mapping(value)
+    if _SECONDS.issuperset(map(type, mapping.values())):
+        return mapping  # rows of a file share it
+    return {name: None if one is None else _number(one) for name, one in mapping.items()}
+
+
+_SECONDS = frozenset((float, type(None)))
 
 
 def _optional(check: Check) -> Check:
+    if check is _number:
+        return _number_or_none
     return lambda value: None if value is None else check(value)
+
+
+def _number_or_none(value: Any) -> float | None:
+    return value if value is None or type(value) is float else _number(value)
 
 
 def _record(cls: Any, **checks: Check) -> Check:
@@ -180,17 +193,18 @@ class Summary:
         Raises:
             WrongValueError: a field is missing or has a wrong value; `place` names it.
         """
-        values: dict[str, Any] = {}
-        for name, check, required in _FIELDS:
-            if name in data:
+        keys = frozenset(data)
+        checks = _checks_of(keys)
+        try:
+            values = {name: check(data[name]) for name, check in checks.items()}
+        except WrongValueError:
+            for name, check in checks.items():
                 try:
-                    values[name] = check(data[name])
+                    check(data[name])
                 except WrongValueError as error:
                     place = f"{name}.{error.place}".rstrip(".")
                     raise WrongValueError(error.expected, error.value, place) from None
-            elif required:
-                raise WrongValueError("required", None, name)
-        keys = frozenset(data)
+            raise
         rest = keys - _NAMES
         more = {name: data[name] for name in rest} if rest else _NONE
         return cls(**values, more=more, present=_keys.setdefault(keys, keys))
@@ -203,6 +217,19 @@ class Summary:
                 values[name] = values[name]._asdict()
         config = {"seed": self.seed, **self.config}
         return {**values, "config": config, **self.more}
+
+
+@cache
+def _checks_of(keys: frozenset[str]) -> dict[str, Check]:
+    """Return the checks of a summary with these keys.
+
+    Raises:
+        WrongValueError: a field is missing.
+    """
+    for name, _, required in _FIELDS:
+        if required and name not in keys:
+            raise WrongValueError("required", None, name)
+    return {name: check for name, check, _ in _FIELDS if name in keys}
 
 
 _CHECKS: dict[str, Check] = {

@@ -18,6 +18,10 @@ BLOCK = 512
 """Number of rows with which one row is compared at a time."""
 
 
+STRONGEST = 32
+"""Number of the best rows with which many rows are compared at a time: they beat most of them."""
+
+
 def on_front(runs: DataFrame, configurations: DataFrame) -> Series[bool]:
     """Return whether no other line of equal `budget` beats this one.
 
@@ -73,6 +77,14 @@ def _beaten(values: Any, means: Any, sizes: Any, examples: Any) -> Any:
             ]
             theirs = values[np.ix_(rivals, columns)]
             strength, weight = theirs.mean(axis=1), sizes[rivals]
+            rest, top = shown[~beaten[shown]], slice(0, STRONGEST)
+            count = max(1, BLOCK * BLOCK // (STRONGEST * len(columns)))
+            for part in (rest[start : start + count] for start in range(0, len(rest), count)):
+                leads = theirs[top] - values[np.ix_(part, columns)][:, np.newaxis]
+                lead, sd = leads.mean(axis=2), leads.std(axis=2, ddof=1)
+                half = half_interval(sd, len(columns), lead, examples[part, np.newaxis])
+                lighter = weight[top] <= sizes[part, np.newaxis]
+                beaten[part] = ((lead > half) & lighter).any(axis=1)
             for i in shown[~beaten[shown]]:
                 mine = values[i, columns]
                 ahead = np.searchsorted(-strength, -mine.mean())

@@ -39,22 +39,22 @@ MOST_EXAMPLES = 1_000_000
 """Examples of a test set above which it is not derived from accuracies."""
 
 
-def examples(runs: Sequence[Run]) -> dict[str, float]:
-    """Return the size of each test set, by its key from `_split`.
+def examples(runs: Sequence[Run], splits: Sequence[str] | None = None) -> dict[str, float]:
+    """Return the size of each test set, by its key from `_split`; `splits` may have those keys.
 
     This is `test_examples` of the summaries; without it, the smallest common denominator of the
     accuracies: at least 360 for 347/360 and 0.9. NaN if unknown.
     """
+    splits = list(map(_split, runs)) if splits is None else splits
     sizes: dict[str, float] = {}
-    for run in runs:
-        split = _split(run)
+    for run, split in zip(runs, splits, strict=True):
         held_out = run.summary.config.get("holdout")
         recorded = held_out if run.is_trial else run.summary.test_examples
         if recorded:
             sizes[split] = float(recorded)
     missing: dict[str, int] = {}
-    for run in runs:
-        split, accuracy = _split(run), _accuracy(run)
+    for run, split in zip(runs, splits, strict=True):
+        accuracy = _accuracy(run)
         if split in sizes or accuracy is None or not 0 <= accuracy <= 1:
             continue
         denominator = missing.get(split, 1)
@@ -134,7 +134,8 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     import numpy as np
     import pandas as pd
 
-    sizes = examples(runs)
+    splits = list(map(_split, runs))
+    sizes = examples(runs, splits)
     summaries = [run.summary for run in runs]
     accuracies = [metrics[summary.task] == "accuracy" for summary in summaries]
 
@@ -147,9 +148,11 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     ended = [summary.failed is None for summary in summaries]
     links = [summary.communicate_modelled for summary in summaries]
     phases = dict.fromkeys((*PHASES, *(name for s in summaries for name in s.phase_seconds)))
-    spent: list[dict[str, float | None]] = [
-        {} if target is None else _to_target(run, metrics[run.summary.task], target) for run in runs
-    ]
+    spent: list[dict[str, float | None]] = [{} for _ in runs]
+    in_files = sorted(range(len(runs)), key=lambda i: (str(runs[i].source), runs[i].number))
+    if target is not None:
+        for i in in_files:  # packed texts are read in their order
+            spent[i] = _to_target(runs[i], metrics[runs[i].summary.task], target)
     columns = {
         "configuration": [run.method for run in runs],
         "seed": [summary.seed for summary in summaries],
@@ -159,8 +162,8 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
         "sign": np.where(accuracies, 1, -1),
         "value": numbers(_final(run, metrics[run.summary.task]) for run in runs),
         "examples": numbers(
-            sizes.get(_split(run)) if accuracy else None
-            for run, accuracy in zip(runs, accuracies, strict=True)
+            sizes.get(split) if accuracy else None
+            for split, accuracy in zip(splits, accuracies, strict=True)
         ),
         "payload_bytes": np.where(ended, of("payload_bytes_up") + of("payload_bytes_down"), np.nan),
         "wire_bytes": np.where(ended, [s.wire_bytes.per_worker for s in summaries], np.nan),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,6 +18,23 @@ def test_ctrl_c_is_one_line(monkeypatch):
 
     monkeypatch.setattr("gcbench.report.listings.info", interrupted)
     assert invoke("info") == (130, "", "gcbench: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("default_int_handler", "_end"), ("SIG_IGN", "SIG_IGN")]
+)
+def test_the_handler_is_set_before_anything_is_imported(before, after):
+    """`gcbench.__main__` sets it when it is imported, except where Ctrl-C is ignored."""
+    script = (
+        "import _signal, sys; _signal.signal(2, _signal.{}); loaded = {{*sys.modules}}; "
+        "from gcbench.__main__ import main; set_to = _signal.getsignal(2); "
+        "print(getattr(set_to, '__name__', set_to == _signal.SIG_IGN), "
+        "*({{*sys.modules}} - loaded))"
+    )
+    command = [sys.executable, "-c", script.format(before)]
+    handler, *modules = subprocess.check_output(command, text=True).split()
+    assert handler == (after if after == "_end" else "True")
+    assert {*modules} == {"__future__", "gcbench", "gcbench._version", "gcbench.__main__"}
 
 
 @pytest.mark.parametrize(
