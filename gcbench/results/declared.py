@@ -67,10 +67,10 @@ class Methods:
         if name in self.constant:
             return self.constant[name]
         options = canonical(config.get("options") or {})
-        known = self.computed[name]
-        if options not in known:
-            known[options] = _computed(name, options)
-        return known[options]
+        by_fields = self.computed[name]
+        if options not in by_fields:
+            by_fields[options] = _computed(name, options)
+        return by_fields[options]
 
 
 def _class_of(name: str) -> Any:
