@@ -140,9 +140,9 @@ print(f"{sums}\\n", end="", flush=True)  # in one write: ranks share the pipe
 def test_update_rules_run_in_a_ddp_job(mine, tmp_path, methods, ranks):
     """Replicas stay equal, and the optimizer of the hook applies the direction that it delivers."""
     (tmp_path / "job.py").write_text(JOB)
-    given = [one.replace("mine@", f"{mine}@") for one in methods]
+    specs = [one.replace("mine@", f"{mine}@") for one in methods]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(ranks), "job.py", *given]
+    command = [*torchrun, "--nproc-per-node", str(ranks), "job.py", *specs]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.splitlines())) == 1

@@ -75,8 +75,8 @@ def test_a_dead_node_ends_every_rank_in_one_line_and_the_job_resumes(tmp_path) -
         nodes.wait_for("step 50/")
         nodes.kill(1)
         assert nodes.jobs[0].wait(PATIENCE) != 0
-        said = re.findall(r"^gcbench: worker (\d): .*workers? 2, 3 ended", nodes.text(0), re.M)
-        assert sorted(said) == ["0", "1"]
+        messages = re.findall(r"^gcbench: worker (\d): .*workers? 2, 3 ended", nodes.text(0), re.M)
+        assert sorted(messages) == ["0", "1"]
         assert nodes.text(0).count("gcbench: ") == 2
     with Nodes(tmp_path, *words) as nodes:
         nodes.wait_for("resum")
