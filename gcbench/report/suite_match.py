@@ -135,7 +135,7 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     runs_of = {run.method: run for run in runs}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
-    by_compressor: dict[str, list[tuple[Point, Mapping[str, Any]]]] = {}
+    by_compressor: dict[str, list[tuple[Point, dict[str, Any]]]] = {}
     for point in points.values():
         resolved = point.resolved
         by_compressor.setdefault(resolved["compressor"], []).append((point, resolved))
