@@ -23,6 +23,7 @@ class BlockFloat(Compressor):
     rounding: str = "nearest"  # or "stochastic"
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
+    scratch = True
     element: ClassVar[Element]
     variants = ({}, {"rounding": "stochastic"})
 

@@ -33,7 +33,7 @@ Differs from a plain cast, which maps values above 3.396e38 to infinity
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -42,6 +42,7 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Context, Parts, Segments, check_noise
+from gcbench.core.registry import LATER
 
 from ._half import HalfPrecision, HalfPrecisionClaims
 
@@ -53,7 +54,7 @@ class BFloat16(HalfPrecision):
     """The gradient rounded to bfloat16."""
 
     rounding: str = "nearest"  # or "stochastic"
-    noise: str = "independent"  # or "correlated" among workers
+    noise: str = field(default="independent", metadata=LATER)  # or "correlated" among workers
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     unit: ClassVar[float] = 2.0**-8

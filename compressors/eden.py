@@ -54,6 +54,7 @@ class Eden(Compressor):
     granularity: int | str = 1024  # elements per block; or "tensor", "model", "column"
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
+    scratch = True
     variants = (
         {},
         {"bits": 1, "scale": "least"},

@@ -32,7 +32,7 @@ tensor([ 4.0000, -1.0079,  0.5039, -2.4882])
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -50,6 +50,7 @@ from gcbench.core.compressor import (
     check_noise,
 )
 from gcbench.core.errors import PayloadError
+from gcbench.core.registry import LATER
 
 TOP = 127
 CORRELATED = {"rounding": "stochastic", "noise": "correlated"}
@@ -61,7 +62,7 @@ class Int8(Compressor):
 
     rounding: str = "nearest"  # or "stochastic"
     granularity: str | int = 256  # elements per block; or "tensor", "model", "column"
-    noise: str = "independent"  # or "correlated" among workers
+    noise: str = field(default="independent", metadata=LATER)  # or "correlated" among workers
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather", "ring")
     variants = ({}, {"rounding": "stochastic"}, {"granularity": "tensor"}, CORRELATED)

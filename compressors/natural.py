@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -45,13 +45,14 @@ from gcbench.core.compressor import (
     Segments,
     check_noise,
 )
+from gcbench.core.registry import LATER
 
 
 @dataclass(frozen=True)
 class Natural(Compressor):
     """Powers of two; a code is the sign and the 8 bits of a float32's exponent."""
 
-    noise: str = "independent"  # or "correlated" among workers
+    noise: str = field(default="independent", metadata=LATER)  # or "correlated" among workers
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "ring")
     variants = ({}, {"noise": "correlated"})

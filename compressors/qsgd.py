@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -52,6 +52,7 @@ from gcbench.core.compressor import (
     check_noise,
 )
 from gcbench.core.errors import PayloadError
+from gcbench.core.registry import LATER
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class QSGD(Compressor):
     norm: str = "max"  # or "2"
     granularity: int | str = 512  # the bucket; or "tensor", "column", "model"
     coding: str = "fixed"  # or "omega-dense", "omega-sparse"
-    noise: str = "independent"  # or "correlated" among workers
+    noise: str = field(default="independent", metadata=LATER)  # or "correlated" among workers
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "ring")
     variants = (

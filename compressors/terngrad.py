@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -48,6 +48,7 @@ from gcbench.core.compressor import (
     Segments,
     check_noise,
 )
+from gcbench.core.registry import LATER
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TernGrad(Compressor):
     scale: str = "clipped-max"  # or "c-sigma", as in the authors' code
     share: bool = True  # use the largest scale of all workers
     granularity: str | int = "tensor"  # or "model", "column", or a group size
-    noise: str = "independent"  # or "correlated" among workers
+    noise: str = field(default="independent", metadata=LATER)  # or "correlated" among workers
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allreduce", "allgather")
     variants = (

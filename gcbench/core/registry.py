@@ -372,6 +372,11 @@ def task_class(name: str) -> type[Task]:
     return named("task", tasks(), name)
 
 
+LATER = {"later": True}
+"""Metadata of a field that was added after runs of the method had been published: their rows stay
+rows of the method with the field's default."""
+
+
 def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields that a user may set, by name; empty if the class is not a dataclass."""
     if not dataclasses.is_dataclass(cls):
@@ -415,8 +420,15 @@ def _field_type(cls: type[Any], name: str) -> tuple[Any, TypeAdapter[Any]]:
 
 
 def call(plugin: object) -> str:
-    """Return the constructor call of a plug-in's object, with all its fields."""
-    values = [f"{name}={getattr(plugin, name)!r}" for name in fields(type(plugin))]
+    """Return the constructor call of a plug-in's object, with its fields.
+
+    Fields with the metadata `LATER` are left out at their default.
+    """
+    values = [
+        f"{name}={value!r}"
+        for name, field in fields(type(plugin)).items()
+        if (value := getattr(plugin, name)) != field.default or not field.metadata.get("later")
+    ]
     return f"{type(plugin).__qualname__}({', '.join(values)})"
 
 

@@ -340,7 +340,7 @@ def test_what_is_measured():
         Item("bound", "loopback", "-"),
         Item("library", "gloo", "all_reduce"),  # the yardstick comes unasked
         Item("library", "gloo", "sendrecv"),
-        *(Item("exchange", "none", name) for name in ("allreduce", "allgather", "twoshot")),
+        *(Item("exchange", "none", name) for name in ("allreduce", "allgather", "twoshot", "ring")),
         Item("exchange", "fft", "allgather"),
     )
     both = example(compressors="none,fft", collectives="twoshot")

@@ -43,6 +43,7 @@ DEFAULTS: dict[str, list[tuple[object, ...]]] = {
     "predict": [("--compressor", "none,bf16,topk"), ("--compressor", "none,topk", "--links")],
     "advise": [("--compressor", "none,bf16,topk")],
     "netlab": [("--", "run")],
+    "watch": [("--", "python", "train.py")],
     "report": [(ROWS / "terngrad-table1.parquet",)],
     "help": [()],
     "data path": [("mnist",)],
@@ -74,6 +75,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gcbench.commands.netlab.long_work", lambda *_, **__: long_analysis())
+    monkeypatch.setattr("gcbench.watch.run", lambda *_: long_analysis())
     monkeypatch.setattr("gcbench.studies.draw", lambda analysis, path: [path])
 
 
