@@ -309,7 +309,7 @@ def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
                 config = point.config.model_dump(mode="json") | {"seed": seed, "lr": lr}
                 trial = seed == 100
                 one = run(point.config.compressor, seed, None if trial else 0.7, task="cifar10")
-                one |= {"compressor": repr(point.config.make_compressor()), "steps": 2000}
+                one |= {"compressor": registry.call(point.config.make_compressor()), "steps": 2000}
                 one |= {"validation_accuracy": 0.5 + (lr == 0.03), "validation_loss": 1.0}
                 one |= {"batch": 128, "workers": 4}
                 one["config"] = config | {"test": not trial, "collective": one["collective"]}

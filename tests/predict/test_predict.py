@@ -651,7 +651,7 @@ def test_a_speedup_is_a_range_over_two_baselines(tmp_path) -> None:
     words += ["--compressor", "demo,int8"]
     plain, half, demo, int8 = predict(tmp_path, *words)["predictions"]
     assert (plain["over_fp32"], half["over_bf16"]) == ("1", "1")
-    assert demo["over_fp32_low"] < 0.97 * demo["over_fp32_high"]
+    assert demo["over_fp32_low"] < 0.99 * demo["over_fp32_high"]
     assert demo["over_fp32"] == f"{demo['over_fp32_low']:.3g} to {demo['over_fp32_high']:.3g}"
     for row in (demo, int8):
         for name, base in (("fp32", plain), ("bf16", half)):
