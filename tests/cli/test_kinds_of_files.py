@@ -243,5 +243,6 @@ def test_ctrl_c_during_imports_is_quiet(tmp_path: Path, delay: float) -> None:
     process.send_signal(signal.SIGINT)
     done = end(process)
     assert "Traceback" not in done.err
-    assert done.code in (130, 2)  # 2: it was quicker, and found no run
-    assert done.code == 130 or delay > 0
+    # 2, or the signal's own end while Python exits: it was quicker, and found no run.
+    quicker = delay > 0 and "no run" in done.err and done.code in (2, -signal.SIGINT)
+    assert done.code == 130 or quicker
