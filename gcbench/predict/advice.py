@@ -33,6 +33,7 @@ from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.results import reader
 from gcbench.results.schema import Summary
+from gcbench.results.settings import DECLARED
 
 KIND = "advice"
 TRY, CANNOT_TELL, UNCLEAR, UNTESTED = "try", "cannot tell", "unclear", "untested"
@@ -124,18 +125,23 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
     )
 
 
+PLAIN_SETTINGS = {
+    *(key for key, role in DECLARED.roles.items() if role == "method"),
+    "adversaries",
+} - {"compressor", "options", "collective", "seed"}
+"""Settings with which a run says something about a method only if they have their defaults."""
+
+
 def of_method(settings: Settings, method: Compressor, rows: Sequence[Evidence]) -> list[Evidence]:
     """Return the rows of exactly this method, by any collective.
 
-    Name, fields, memory, dense tensors, and the source of a method that is not built in are equal.
+    Name, fields, the method's other settings, and the source of a method that is not built in are
+    equal, and no worker is an adversary.
     """
     origin = registry.origin(registry.compressors()[method.name])
-    expected = {
+    expected = {key: value for key, value in DECLARED.defaults.items() if key in PLAIN_SETTINGS} | {
         "memory": method.memory,
         "memory_options": dict(method.memory_options),
-        "start_step": 0,
-        "delay": 0,
-        "local_steps": 0,
         "dense_last": settings.dense_last,
         "dense_below": settings.dense_below,
     }

@@ -24,8 +24,8 @@ def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
     """Write accuracy against bytes to `path`: a point a row, with its 95 % interval and name.
 
     Grey is the band of the uncompressed seeds. `width`: one of `figures.WIDTHS`. Rows whose runs
-    all failed have no point and are named below the axis. At most `tables.MOST_POINTS` rows are
-    drawn, the best ones.
+    all failed have no point and are named below the axis. Of very many rows the
+    best are drawn, see `tables.drawn`.
 
     Raises:
         UsageError: another ending, rows of more than one budget or metric, or none with a result.
@@ -40,7 +40,7 @@ def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
             "--where task=digits"
         )
     candidates = [row for row in rows if row.mean is not None]
-    drawn = tables.best(candidates, tables.MOST_POINTS)
+    drawn = tables.drawn(candidates)
     if not drawn:
         raise UsageError("no row here has a result to draw: all runs failed")
     scale = 100 if drawn[0].metric == "accuracy" else 1

@@ -208,7 +208,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     One row of panels for each task and number of workers. Left: final test accuracy (test loss
     where the task has none), mean ± sd over seeds, against payload bytes; grey is the band of the
     uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds. A single
-    seed has neither sd nor range. A panel has at most `tables.MOST_POINTS` rows, the best ones.
+    seed has neither sd nor range. A panel has the rows of `tables.drawn`.
 
     Raises:
         UsageError: another ending, or no runs.
@@ -221,7 +221,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
     every = [rows(part) for part in places.values()]  # labels are unique within a panel
-    panels = [tables.best(panel, tables.MOST_POINTS) for panel in every]
+    panels = [tables.drawn(panel) for panel in every]
     panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)

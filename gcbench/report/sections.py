@@ -360,7 +360,7 @@ def _omitted(one: Compared, *, drawn: bool) -> str:
             "budget, and its uncompressed runs. `gcbench compare --format csv` has all of them."
         )
     if drawn and count > tables.MOST_POINTS:
-        parts.append(f"The picture has the best {tables.MOST_POINTS}.")
+        parts.append(f"The picture has the best {tables.FEW_POINTS}.")
     if any(len(row.runs) > MOST_SEEDS for row in one.shown):
         parts.append(f"Commands: of the first {MOST_SEEDS} seeds per row.")
     return " ".join(parts)
@@ -419,13 +419,12 @@ def accuracy(one: Compared) -> Section:
     sheet.notes = [note for note in tables.notes(rows) if not note.startswith(_OF_TIMES)]
     section.sheets.append(sheet)
     if any(row.tier is not None and row.mean is not None for row in one.rows):
-        drawn = tables.best(one.rows, tables.MOST_POINTS)
+        drawn = tables.drawn(one.rows)
         section.pictures = _pictures(lambda path: tier_plot.draw(drawn, one.title, path))
     else:
         runs = one.runs
         if len(one.rows) > tables.MOST_POINTS:
-            best = tables.best(one.rows, tables.MOST_POINTS)
-            runs = [run for row in best for run in row.runs]
+            runs = [run for row in tables.drawn(one.rows) for run in row.runs]
         section.pictures = _pictures(lambda path: run_plots.draw(runs, path))
     section.where = _where(one)
     return section

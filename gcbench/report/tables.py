@@ -659,8 +659,8 @@ def render(
 
 MOST_ROWS = 100
 """Rows of a table on a page: a reader finds no more of them useful, and a browser slows down."""
-MOST_POINTS = 24
-"""Rows in a picture: beyond, their names cover each other."""
+MOST_POINTS, FEW_POINTS = 60, 24
+"""A picture has all of up to 60 rows; of more, whose names would cover each other, the best 24."""
 
 
 def best(rows: Sequence[ComparisonRow], most: int) -> list[ComparisonRow]:
@@ -686,6 +686,11 @@ def best(rows: Sequence[ComparisonRow], most: int) -> list[ComparisonRow]:
         for turn, place in enumerate(sorted(group, key=behind))
     ]
     return [rows[place] for place in sorted(place for *_, place in sorted(ordered)[:most])]
+
+
+def drawn(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the rows that a picture has: all, or of very many the best."""
+    return list(rows) if len(rows) <= MOST_POINTS else best(rows, FEW_POINTS)
 
 
 def listed(names: Sequence[str], most: int = 40) -> str:

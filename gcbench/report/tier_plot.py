@@ -56,8 +56,8 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     that may be its best, by their ranks, have a dark edge; a line joins the means of these groups
     (`leaders`) and has a gap where ranks are not known. Rows that another one of their tier with no
     more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows without a
-    finished seed are named below. At most `tables.MOST_POINTS` rows are drawn, the best of each
-    tier.
+    finished seed are named below. Of very many rows the best of each tier are drawn, see
+    `tables.drawn`.
 
     Raises:
         UsageError: another ending, no row of a tier, or rows of more than one budget or metric.
@@ -65,7 +65,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     """
     path = figures.check(path)
     candidates = [row for row in rows if row.tier is not None and row.mean is not None]
-    drawn = tables.best(candidates, tables.MOST_POINTS)
+    drawn = tables.drawn(candidates)
     if not drawn:
         raise UsageError("no finished row of a tier to draw; make the suite's runs first")
     if len({(str(row.context), row.metric) for row in rows}) > 1:

@@ -251,14 +251,6 @@ class Config(Settings):
                     "--hook gcbench"
                 )
 
-    def exchanges_at(self, step: int) -> bool:
-        """Return whether the workers exchange something after `step` (counted from 0).
-
-        With local steps they do at every H-th step and at the last one: the last round may be
-        shorter. With fragments they do P times as often.
-        """
-        return not self.local_steps or bool(self.rounds.sent(step + 1))
-
     @property
     def rounds(self) -> Rounds:
         """When parameters are exchanged with local steps."""

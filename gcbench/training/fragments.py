@@ -5,7 +5,7 @@ t mod H = f H / P (steps counted from 1), so that each is exchanged once a round
 traffic is 1/P. V steps later the workers take its new common values over: their parameters become
 A times their own plus 1 - A times the common ones. The last step exchanges all fragments but those
 whose values are still on the way. P = 1, V = 0, A = 0 are rounds without fragments.
-Source: Douillard et al. 2025 (Streaming DiLoCo), arXiv:2501.18512, algorithm 2.
+Source: Douillard et al. 2025 (Streaming DiLoCo), arXiv:2501.18512.
 
 A parameter's block is the first number in its name (`h.3.attn.weight`: 3). Fragment 0 has the
 parameters without a block, and the blocks follow in turn in fragments 1 to P - 1; if all parameters

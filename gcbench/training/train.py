@@ -214,10 +214,8 @@ class Trainer:
         plan = self.options.capture
         if plan is None:
             return None
-        kinds, shapes = (
-            captures.kinds(self.model),
-            [one for _, _, each in self.groups for one in each],
-        )
+        kinds = captures.kinds(self.model)
+        shapes = [shape for _, _, group in self.groups for shape in group]
         layers = [
             captures.Layer(name, kinds[name], shape)
             for name, shape in zip(self.names, shapes, strict=True)

@@ -32,7 +32,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for some matrices and AdamW for all other parameters, at one learning rate.
 
     Muon's step is scaled to the root mean square of AdamW's, .2 sqrt(max(rows, columns)) lr, so
-    that both use the same rate and decay (Liu et al. 2025, arXiv:2502.16982, section 2.2). The
+    that both use the same rate and decay (Liu et al. 2025, arXiv:2502.16982). The
     steps are those of `torch.optim.Muon` (Jordan et al. 2024) and `torch.optim.AdamW`.
     """
 

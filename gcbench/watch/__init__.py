@@ -117,10 +117,10 @@ def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Ana
     steps = min(record["steps"] for record in records)
     share = sum(float(row["share"] or 0) for row in rows)
     what = f"{steps} steps of {1e3 * seconds:.3g} ms" if steps > 1 else f"{counted(steps, 'step')}"
-    checks = sum(len(each) for each in records[0]["digests"].values())
+    checks = compared(records, sharded=settings.sharded)
     answer = [
         f"{counted(len(records), 'rank')}, {what}; collectives took {100 * share:.3g} % of it.",
-        *(problems or [f"No fault: {counted(checks, 'result')} equal on all ranks, bit for bit."]),
+        *(problems or [agreement(checks)]),
     ]
     per = "per step" if steps > 1 else "in all"
     columns: dict[str, str | tuple[str, float]] = {
@@ -187,6 +187,26 @@ def missing(records: Sequence[Record]) -> list[str]:
     """Return a sentence if ranks of the job are missing."""
     lost = {*range(records[0]["world_size"])} - {record["rank"] for record in records}
     return [f"Ranks {sorted(lost)} wrote no record."] if lost else []
+
+
+def compared(records: Sequence[Record], *, sharded: bool) -> int:
+    """Return the number of results that more than one rank has recorded."""
+    return sum(
+        any(count in other["digests"].get(name, {}) for other in records[1:])
+        for name, mine in records[0]["digests"].items()
+        if not (name == "parameters" and sharded)
+        for count in mine
+    )
+
+
+def agreement(checks: int) -> str:
+    """Return a sentence on `checks` compared results without a difference."""
+    if not checks:
+        return (
+            "No fault, but nothing was compared between ranks: no collective of this job gives all "
+            "of them the same result."
+        )
+    return f"No fault: {counted(checks, 'result')} equal on all ranks, bit for bit."
 
 
 def disagreements(records: Sequence[Record], *, sharded: bool) -> list[str]:

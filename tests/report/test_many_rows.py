@@ -172,7 +172,9 @@ def test_a_page_shows_the_best_rows_and_counts_the_others(tmp_path: Path, monkey
     assert len(sheet.columns[0].cells) == tables.MOST_ROWS < 110
     assert sheet.columns[0].cells[0] == "none"
     assert f"{tables.MOST_ROWS} of 110 rows" in " ".join(section.lead)
-    assert drawn == [tables.MOST_POINTS]
+    assert drawn == [tables.FEW_POINTS]
+    few = one.rows[: tables.MOST_POINTS]
+    assert tables.drawn(few) == few, "a comparison of usual size is drawn whole"
     assert {len(each) for each in sheet.commands} == {sections.MOST_SEEDS}
     assert asked == ["cifar10"]
     worst, *_ = sorted(one.rows, key=lambda row: row.mean or 0.0)

@@ -141,3 +141,13 @@ def test_a_rank_without_a_record_is_missing():
 def test_the_answer_fits_25_lines():
     done = invoke("watch", "--", *LAUNCH, JOB, "plain")
     assert len(done.out.splitlines()) <= 25
+
+
+def test_only_results_of_several_ranks_count_as_compared():
+    alone = [{"digests": {"all_reduce in group 0": {"0": 5}, "parameters": {"1": 3}}}]
+    assert watch.compared(alone, sharded=False) == 0
+    both = [*alone, {"digests": {"all_reduce in group 0": {"0": 5}, "parameters": {"1": 3}}}]
+    assert watch.compared(both, sharded=False) == 2
+    assert watch.compared(both, sharded=True) == 1
+    assert "equal" in watch.agreement(2)
+    assert "equal" not in watch.agreement(0)
