@@ -3,10 +3,11 @@
     python results/netlab/measure.py transport   # collectives and DDP: transport.json, 20 minutes
     python results/netlab/measure.py rows        # its rows for gcbench/predict/data/measured.csv
     python results/netlab/measure.py methods     # ten methods: methods.json, an hour
-    python results/netlab/measure.py table       # its table: predicted beside measured
+    python results/netlab/measure.py accuracy    # accuracy and time: accuracy.json, 5 hours
 
 Measuring needs Linux, root or unprivileged user namespaces, and an idle machine: the nodes share
 its cores. A measurement that the file already holds is not repeated; remove its key to repeat it.
+`tables.py` prints tables of methods.json and accuracy.json, and draws a picture.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from gcbench.core import registry
-from gcbench.netlab import HEADERS, SEGMENT, launcher
+from gcbench.netlab import launcher
 from gcbench.netlab.links import parse_rate
 from gcbench.predict import traffic, transport, validation
-from gcbench.studies import methods
+from gcbench.results import reader
 from gcbench.training import configuration
 
 HERE = Path(__file__).parent
@@ -39,11 +40,33 @@ METHODS = (
     *("none", "bf16", "int8", "qsgd", "terngrad", "signsgd", "natural"),
     *("topk", "powersgd", "onebit"),
 )
+TRAININGS = {
+    "none": ("--compressor", "none"),
+    "bf16": ("--compressor", "bf16"),
+    "int8": ("--compressor", "int8"),
+    "terngrad": ("--compressor", "terngrad"),
+    "topk": ("--compressor", "topk"),
+    "powersgd": ("--compressor", "powersgd"),
+    "local": ("--compressor", "none", "--local-steps", "8"),
+}
+"""Methods whose accuracy is measured against time, at the rate that suite main chose for each."""
+TASKS = {
+    "mnist": ("--batch", "64", "--steps", "500", "--eval-every", "50"),
+    "cifar10": ("--batch", "128", "--steps", "2000", "--eval-every", "100", "--schedule", "poly"),
+}
+OPTIMIZER = ("--lr", "0.03", "--momentum", "0.9", "--threads", "1")
 TASK = ("--task", "mnist", "--batch", "64", "--eval-every", "0", "--steps")
 
 
 def jobs(kind: str) -> Iterator[tuple[str, int, str, list[str]]]:
     """Yield key, workers, rate and gcbench command of each measurement."""
+    if kind == "accuracy":
+        for task, training in TASKS.items():
+            for rate in ("1gbit", "200mbit", "50mbit"):
+                for name, method in TRAININGS.items():
+                    command = ["run", "--task", task, *training, *method, *OPTIMIZER]
+                    yield f"{task} {name} {rate}", 4, rate, command
+        return
     for rate in RATES:
         for workers in WORKERS:
             if kind == "transport":
@@ -87,6 +110,7 @@ def measure(workers: int, rate: str, command: list[str]) -> dict[str, Any]:
                 ],
             }
         )
+        curve = reader.load([Path(folder)])[0].evaluations() if command[0] == "run" else []
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result: dict[str, Any] = {
@@ -101,7 +125,9 @@ def measure(workers: int, rate: str, command: list[str]) -> dict[str, Any]:
     summary = record["summary"]
     if command[0] == "run":
         fields = ("steps", "step_seconds", "phase_seconds", "wire_bytes", "payload_bytes_up")
-        return result | {name: summary.get(name) for name in (*fields, "params", "collective")}
+        result |= {name: summary.get(name) for name in (*fields, "params", "collective")}
+        names = ("step", "seconds", "test_accuracy")
+        return result | {"evaluations": [{name: one[name] for name in names} for one in curve]}
     names = ("method", "collective", "size", "n", "p50", "min", "max")
     tables = {table["name"]: table["rows"] for table in summary["tables"]}
     return result | {
@@ -202,55 +228,13 @@ def lenet() -> Any:
     return registry.task("mnist").model()
 
 
-# ---- methods -------------------------------------------------------------------------------------
-
-
-def predicted(spec: str, record: dict[str, Any]) -> float:
-    """Return the seconds of a step: its measured computation, and predicted communication.
-
-    An all-reduce of floats on the CPU is an all-to-all and an all-gather (`gcbench.core.world`).
-    """
-    workers, gbit = record["workers"], record["bits_per_second"] / 1e9
-    shapes = tuple(tuple(one.shape) for one in lenet().parameters())
-    row = validation.Measured(*("", "", "gloo", "", gbit, workers, (), 0.0, 0.0, 0.0, 0, False, ""))
-    cluster, seconds = row.cluster, 0.0
-    for sent in traffic.exchange(methods.parse(spec), record["collective"], (shapes, ()), workers):
-        if sent.kind == "allreduce":
-            seconds += cluster.seconds("alltoall", sent.nbytes, workers)
-            seconds += cluster.seconds("allgather", sent.nbytes / workers, workers)
-        else:
-            seconds += cluster.seconds(sent.kind, sent.nbytes, workers)
-    phases = record["phase_seconds"]
-    spent = ("forward_backward", "statistic", "encode", "decode", "update")
-    return seconds + sum(phases.get(name) or 0.0 for name in spent)
-
-
-def table() -> None:
-    """Print the table of methods as Markdown: measured, predicted, bytes counted and sent."""
-    records = json.loads((HERE / "methods.json").read_text())["records"]
-    print(
-        "| link | workers | method | ms per step | predicted | error, % | speed vs fp32 | "
-        "counted, MB | sent, MB | excess, % |\n|-|-|-|-|-|-|-|-|-|-|"
-    )
-    for key, record in records.items():
-        spec, rate, workers = key.split()
-        step, counted = record["step_seconds"], record["wire_bytes"]["total"]
-        expected, sent = predicted(spec, record), sum(record["sent"])
-        plain = records[f"none {rate} {workers}"]["step_seconds"]
-        cells = [rate, workers, spec, f"{1e3 * step:.1f}", f"{1e3 * expected:.1f}"]
-        cells += [f"{100 * (expected / step - 1):.0f}", f"{plain / step:.2f}"]
-        cells += [f"{counted / 1e6:.1f}", f"{sent / 1e6:.1f}"]
-        cells.append(f"{100 * (sent / counted / (1 + HEADERS / SEGMENT) - 1):.1f}")
-        print(f"| {' | '.join(cells)} |")
-
-
 def main(kind: str) -> None:
     """Run one of the commands of the docstring."""
     commands: dict[str, Callable[[], None]] = {
         "transport": lambda: collect("transport"),
         "methods": lambda: collect("methods"),
+        "accuracy": lambda: collect("accuracy"),
         "rows": rows,
-        "table": table,
     }
     commands[kind]()
 

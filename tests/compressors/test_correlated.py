@@ -203,4 +203,6 @@ def test_stored_rows_keep_the_name_of_their_method(name):
     """The field was added after rows had been published, whose text of a method lacks it."""
     usual, correlated = (gcbench.get_compressor(name, noise=n) for n in NOISES)
     assert "noise" not in registry.call(usual)
+    earlier = {*registry.fields(type(usual))} - {"noise"}
+    assert all(f"{field}=" in registry.call(usual) for field in earlier)
     assert "noise='correlated'" in registry.call(correlated)

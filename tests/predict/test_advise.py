@@ -585,7 +585,6 @@ def test_with_one_mean_results_of_any_collective_count(tmp_path: Path) -> None:
         {"start_step": 50},
         {"delay": 1},
         {"trim": 1},
-        {"adversaries": 1},
         {"outer_momentum": 0.5},
         {"dense_last": True},
         {"dense_below": 9},
@@ -594,6 +593,14 @@ def test_with_one_mean_results_of_any_collective_count(tmp_path: Path) -> None:
 )
 def test_results_of_other_settings_do_not_count(tmp_path: Path, other: dict) -> None:
     path = write(tmp_path / "r.parquet", [*plain(), *lost("terngrad", [0.0] * 3, config=other)])
+    row = methods(advise(tmp_path, *ALONE, "--runs", path))["terngrad"]
+    assert (row["advice"], row["results"]) == ("untested", 0)
+
+
+def test_results_under_attack_do_not_count(tmp_path: Path) -> None:
+    attacked = {"config": {"adversaries": 1}}
+    runs = [*plain(**attacked), *lost("terngrad", [0.0] * 3, **attacked)]
+    path = write(tmp_path / "r.parquet", [*plain(), *runs])
     row = methods(advise(tmp_path, *ALONE, "--runs", path))["terngrad"]
     assert (row["advice"], row["results"]) == ("untested", 0)
 

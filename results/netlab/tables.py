@@ -1,0 +1,195 @@
+"""Tables and a picture of what `measure.py` measured over shaped links.
+
+    python results/netlab/tables.py methods     # step time of ten methods, and the model's error
+    python results/netlab/tables.py accuracy    # time until a target accuracy
+    python results/netlab/tables.py picture     # accuracy against time: accuracy.png
+
+Accuracy against time on a network: Wang et al. 2020 (FFT), figure 14, with a cluster's network.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gcbench.core import registry
+from gcbench.netlab import HEADERS, SEGMENT
+from gcbench.predict import traffic, validation
+from gcbench.report import figures
+from gcbench.studies import methods
+
+HERE = Path(__file__).parent
+SHARE = 0.99
+"""The target of a task, as a share of the last accuracy of fp32 on the fastest link."""
+NAMES = {"none": "fp32", "local": "fp32 every 8 steps"}
+
+Record = Mapping[str, Any]
+Records = Mapping[str, Record]
+
+
+def read(kind: str) -> Records:
+    """Return the records of a measurement by key."""
+    records: Records = json.loads((HERE / f"{kind}.json").read_text())["records"]
+    return records
+
+
+def name(method: str) -> str:
+    """Return a method's name in tables and pictures."""
+    return NAMES.get(method, method)
+
+
+def rate(link: str) -> str:
+    """Return a link's rate with its unit: "50mbit" is "50 Mbit/s"."""
+    return f"{link.rstrip('mgbit')} {'G' if 'g' in link else 'M'}bit/s"
+
+
+def markdown(heading: list[str], rows: Iterator[list[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [heading, ["-"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+# ---- methods -------------------------------------------------------------------------------------
+
+
+@cache
+def shapes() -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the measured model."""
+    return tuple(tuple(one.shape) for one in registry.task("mnist").model().parameters())
+
+
+def predicted(spec: str, record: Record) -> float:
+    """Return the seconds of a step: its measured computation, and predicted communication.
+
+    An all-reduce of floats on the CPU is an all-to-all and an all-gather (`gcbench.core.world`).
+    """
+    workers, gbit = record["workers"], record["bits_per_second"] / 1e9
+    row = validation.Measured(*("", "", "gloo", "", gbit, workers, (), 0.0, 0.0, 0.0, 0, False, ""))
+    cluster, seconds = row.cluster, 0.0
+    for sent in traffic.exchange(
+        methods.parse(spec), record["collective"], (shapes(), ()), workers
+    ):
+        if sent.kind == "allreduce":
+            seconds += cluster.seconds("alltoall", sent.nbytes, workers)
+            seconds += cluster.seconds("allgather", sent.nbytes / workers, workers)
+        else:
+            seconds += cluster.seconds(sent.kind, sent.nbytes, workers)
+    phases = record["phase_seconds"]
+    spent = ("forward_backward", "statistic", "encode", "decode", "update")
+    return float(seconds + sum(phases.get(name) or 0.0 for name in spent))
+
+
+def excess(record: Record) -> float:
+    """Return by how many percent the interfaces sent more than the counted bytes and headers."""
+    counted = record["wire_bytes"]["total"] * (1 + HEADERS / SEGMENT)
+    return 100 * (sum(record["sent"]) / counted - 1)
+
+
+def of_methods() -> str:
+    """Return the table of methods: a row per method and number of workers, a column per link."""
+    records = read("methods")
+    links = list(dict.fromkeys(key.split()[1] for key in records))
+    heading = ["method", "workers", *map(rate, links), "excess, %"]
+
+    def rows() -> Iterator[list[str]]:
+        for workers in dict.fromkeys(key.split()[2] for key in records):
+            for method in dict.fromkeys(key.split()[0] for key in records):
+                chosen = [records[f"{method} {link} {workers}"] for link in links]
+                cells = []
+                for link, record in zip(links, chosen, strict=True):
+                    step = record["step_seconds"]
+                    speed = records[f"none {link} {workers}"]["step_seconds"] / step
+                    error = 100 * (predicted(method, record) / step - 1)
+                    cells.append(f"{1e3 * step:.0f} ms, {speed:.1f}x ({error:+.0f} %)")
+                most = f"{max(map(excess, chosen)):.1f}"
+                yield [name(method), workers, *cells, most]
+
+    return markdown(heading, rows())
+
+
+# ---- accuracy and time ---------------------------------------------------------------------------
+
+
+def target(records: Records, task: str) -> float:
+    """Return the accuracy whose time is measured."""
+    plain = [one for key, one in records.items() if key.startswith(f"{task} none ")]
+    fastest = max(plain, key=lambda one: float(one["bits_per_second"]))
+    return SHARE * float(fastest["evaluations"][-1]["test_accuracy"])
+
+
+def seconds_to(record: Record, accuracy: float) -> float | None:
+    """Return the training time in seconds at the first evaluation with at least an accuracy."""
+    for one in record["evaluations"]:
+        if one["test_accuracy"] >= accuracy:
+            return float(one["seconds"])
+    return None
+
+
+def of_accuracy() -> str:
+    """Return the table of times: a row per task and method, two columns per link."""
+    records = read("accuracy")
+    links = list(dict.fromkeys(key.split()[2] for key in records))[::-1]
+    heading = ["task, target", "method", "last accuracy, %", *map(rate, links)]
+
+    def rows() -> Iterator[list[str]]:
+        for task in dict.fromkeys(key.split()[0] for key in records):
+            goal = target(records, task)
+            for method in dict.fromkeys(key.split()[1] for key in records):
+                chosen = [records.get(f"{task} {method} {link}") for link in links]
+                cells, last = [], "-"
+                for record in chosen:
+                    took = record and seconds_to(record, goal)
+                    if record:
+                        last = f"{100 * record['evaluations'][-1]['test_accuracy']:.2f}"
+                    missing = "not reached" if record else "-"
+                    cells.append(f"{took:,.0f} s" if took else missing)
+                yield [f"{task}, {100 * goal:.1f} %", name(method), last, *cells]
+
+    return markdown(heading, rows())
+
+
+def picture() -> str:
+    """Draw accuracy against seconds, a row of panels per task and a column per link."""
+    records = read("accuracy")
+    tasks = list(dict.fromkeys(key.split()[0] for key in records))
+    links = list(dict.fromkeys(key.split()[2] for key in records))[::-1]
+    looks = figures.styles(dict.fromkeys(name(key.split()[1]) for key in records))
+    with figures.canvas(4.6 * len(links), 3.8 * len(tasks)) as figure:
+        grid = figure.subplots(len(tasks), len(links), sharey="row", squeeze=False)
+        for key, record in records.items():
+            task, method, link = key.split()
+            axes = grid[tasks.index(task)][links.index(link)]
+            curve = record["evaluations"]
+            axes.plot(
+                [one["seconds"] for one in curve],
+                [100 * one["test_accuracy"] for one in curve],
+                **{**looks[name(method)], "lw": 1.4, "ms": 4},
+                label=name(method),
+            )
+        for row, task in zip(grid, tasks, strict=True):
+            goal = 100 * target(records, task)
+            for axes, link in zip(row, links, strict=True):
+                axes.axhline(goal, color="0.6", lw=0.9, ls=":")
+                axes.set_xscale("log")
+                axes.set_title(f"{task}, {rate(link)}", fontsize="medium")
+                axes.set_ylim(goal - 20, goal + 4)
+            row[0].set_ylabel("test accuracy (%)")
+        for axes in grid[-1]:
+            axes.set_xlabel("training time (s)")
+        grid[0][-1].legend(frameon=False, fontsize="small", loc="lower right")
+        path = HERE / "accuracy.png"
+        figures.save(figure, path)
+    return str(path)
+
+
+def main(kind: str) -> None:
+    """Print what one of the commands of the docstring makes."""
+    print({"methods": of_methods, "accuracy": of_accuracy, "picture": picture}[kind]())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
