@@ -33,7 +33,7 @@ def watch(
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
-    """Run a torch.distributed job and show its collectives; exit code 1 if a check fails.
+    """Run a distributed job and show its collectives; exit code 1 if a check fails.
 
     Checks: all ranks have the same bits, the wire is what --expect says, and a gcbench hook that
     the job created carries the gradients:

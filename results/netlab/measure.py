@@ -41,7 +41,7 @@ METHODS = (
     *("topk", "powersgd", "onebit"),
 )
 TRAININGS = {
-    "none": ("--compressor", "none"),
+    "fp32": ("--compressor", "none", "--engine", "ddp", "--hook", "torch"),
     "bf16": ("--compressor", "bf16"),
     "int8": ("--compressor", "int8"),
     "terngrad": ("--compressor", "terngrad"),
@@ -49,7 +49,8 @@ TRAININGS = {
     "powersgd": ("--compressor", "powersgd"),
     "local": ("--compressor", "none", "--local-steps", "8"),
 }
-"""Methods whose accuracy is measured against time, at the rate that suite main chose for each."""
+"""Methods whose accuracy is measured against time, at the learning rate that suite main chose for
+each. fp32 is what users have without gcbench: torch's DDP, whose all-reduce overlaps backward."""
 TASKS = {
     "mnist": ("--batch", "64", "--steps", "500", "--eval-every", "50"),
     "cifar10": ("--batch", "128", "--steps", "2000", "--eval-every", "100", "--schedule", "poly"),
@@ -73,19 +74,11 @@ def jobs(kind: str) -> Iterator[tuple[str, int, str, list[str]]]:
                 command = ["bandwidth", "--compressor", "none", "--sizes", SIZES[rate]]
                 command += ["--plain", "all_reduce,all_gather,alltoall", "-n", "9", "-w", "2"]
                 yield f"collectives {rate} {workers}", workers, rate, command
-                ddp = [
-                    "run",
-                    "--compressor",
-                    "none",
-                    "--engine",
-                    "ddp",
-                    "--hook",
-                    "torch",
-                    *TASK,
-                    "15",
-                ]
+                ddp = ["run", *TRAININGS["fp32"], *TASK, "15"]
                 yield f"ddp {rate} {workers}", workers, rate, ddp
             else:
+                plain = ["run", *TRAININGS["fp32"], *TASK, "30"]
+                yield f"fp32 {rate} {workers}", workers, rate, plain
                 for spec in METHODS:
                     command = ["run", "--compressor", spec, *TASK, "30"]
                     yield f"{spec} {rate} {workers}", workers, rate, command

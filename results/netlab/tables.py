@@ -25,7 +25,7 @@ from gcbench.studies import methods
 HERE = Path(__file__).parent
 SHARE = 0.99
 """The target of a task, as a share of the last accuracy of fp32 on the fastest link."""
-NAMES = {"none": "fp32", "local": "fp32 every 8 steps"}
+NAMES = {"fp32": "fp32 (DDP)", "none": "fp32, exact mean", "local": "fp32 every 8 steps"}
 
 Record = Mapping[str, Any]
 Records = Mapping[str, Record]
@@ -62,25 +62,32 @@ def shapes() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(one.shape) for one in registry.task("mnist").model().parameters())
 
 
-def predicted(spec: str, record: Record) -> float:
+def predicted(method: str, record: Record) -> float:
     """Return the seconds of a step: its measured computation, and predicted communication.
 
     An all-reduce of floats on the CPU is an all-to-all and an all-gather (`gcbench.core.world`).
     """
-    workers, gbit = record["workers"], record["bits_per_second"] / 1e9
-    row = validation.Measured(*("", "", "gloo", "", gbit, workers, (), 0.0, 0.0, 0.0, 0, False, ""))
-    cluster, seconds = row.cluster, 0.0
-    for sent in traffic.exchange(
-        methods.parse(spec), record["collective"], (shapes(), ()), workers
-    ):
-        if sent.kind == "allreduce":
-            seconds += cluster.seconds("alltoall", sent.nbytes, workers)
-            seconds += cluster.seconds("allgather", sent.nbytes / workers, workers)
-        else:
-            seconds += cluster.seconds(sent.kind, sent.nbytes, workers)
-    phases = record["phase_seconds"]
+    workers, gbit, phases = (
+        record["workers"],
+        record["bits_per_second"] / 1e9,
+        record["phase_seconds"],
+    )
     spent = ("forward_backward", "statistic", "encode", "decode", "update")
-    return float(seconds + sum(phases.get(name) or 0.0 for name in spent))
+    compute = sum(phases.get(phase) or 0.0 for phase in spent)
+    sizes = tuple(traffic.buckets(shapes()[::-1])) if method == "fp32" else ()
+    row = validation.Measured(
+        *("", "", "gloo", "ddp", gbit, workers, sizes, 0.0, compute, 0.0, 0, False, "")
+    )
+    if method == "fp32":
+        return row.predict()
+    seconds, collective = compute, record["collective"]
+    for sent in traffic.exchange(methods.parse(method), collective, (shapes(), ()), workers):
+        if sent.kind == "allreduce":
+            seconds += row.cluster.seconds("alltoall", sent.nbytes, workers)
+            seconds += row.cluster.seconds("allgather", sent.nbytes / workers, workers)
+        else:
+            seconds += row.cluster.seconds(sent.kind, sent.nbytes, workers)
+    return float(seconds)
 
 
 def excess(record: Record) -> float:
@@ -97,12 +104,12 @@ def of_methods() -> str:
 
     def rows() -> Iterator[list[str]]:
         for workers in dict.fromkeys(key.split()[2] for key in records):
-            for method in dict.fromkeys(key.split()[0] for key in records):
+            for method in dict.fromkeys(["fp32", *(key.split()[0] for key in records)]):
                 chosen = [records[f"{method} {link} {workers}"] for link in links]
                 cells = []
                 for link, record in zip(links, chosen, strict=True):
                     step = record["step_seconds"]
-                    speed = records[f"none {link} {workers}"]["step_seconds"] / step
+                    speed = records[f"fp32 {link} {workers}"]["step_seconds"] / step
                     error = 100 * (predicted(method, record) / step - 1)
                     cells.append(f"{1e3 * step:.0f} ms, {speed:.1f}x ({error:+.0f} %)")
                 most = f"{max(map(excess, chosen)):.1f}"
@@ -116,7 +123,7 @@ def of_methods() -> str:
 
 def target(records: Records, task: str) -> float:
     """Return the accuracy whose time is measured."""
-    plain = [one for key, one in records.items() if key.startswith(f"{task} none ")]
+    plain = [one for key, one in records.items() if key.startswith(f"{task} fp32 ")]
     fastest = max(plain, key=lambda one: float(one["bits_per_second"]))
     return SHARE * float(fastest["evaluations"][-1]["test_accuracy"])
 

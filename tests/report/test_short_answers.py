@@ -149,3 +149,9 @@ def test_a_table_that_hides_rows_says_how_many() -> None:
     (shown,) = {line for line in text.splitlines() if "of 60 rows" in line}
     drawn = sum(line.startswith("method ") for line in text.splitlines()) - 1
     assert f"{60 - drawn} of 60 rows" in shown
+
+
+def test_the_help_has_a_line_for_each_command() -> None:
+    listed = invoke("--help").out.partition("Commands:\n")[2].splitlines()
+    names = [name.split()[0] for name in commands(cli.app)]
+    assert [line.split()[0] for line in listed] == list(dict.fromkeys(names))
