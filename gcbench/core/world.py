@@ -40,6 +40,8 @@ from gcbench.core.errors import PeerLostError
 
 T = TypeVar("T")
 Op = Literal["sum", "max"]
+TAG = 7433
+"""Tag of messages between two workers, apart from those of the user's own job."""
 ROLL_CALL_SECONDS = 2.0
 """How long a worker whose collective failed waits for the other workers to report."""
 
@@ -448,14 +450,16 @@ class DistributedWorld(World):
         tensor = tensors[0].contiguous()
         out = tensor.new_empty(sum(sizes)) if out is None else out[: sum(sizes)]
         pieces = list(torch.split(out, list(sizes)))
-        if len(set(sizes)) > 1:  # without padding, so that only used bytes are sent
+        if len(set(sizes)) == 1 and (self.size > 2 or self.device.type != "cpu"):
+            with self.together():
+                dist.all_gather(pieces, tensor, group=self.group)
+        elif self.device.type == "cpu":
+            self._pass([tensor] * self.size, pieces)
+        else:  # without padding, so that only used bytes are sent
             counts = [tensor.numel()] * self.size
             repeated = tensor.repeat(self.size)
             with self.together():
                 dist.all_to_all_single(out, repeated, list(sizes), counts, group=self.group)
-        else:
-            with self.together():
-                dist.all_gather(pieces, tensor, group=self.group)
         return pieces
 
     def _all_to_all(
@@ -467,29 +471,48 @@ class DistributedWorld(World):
     ) -> list[list[Tensor]]:
         tensor, counts = tensors[0].contiguous(), list(sizes[0])
         out = tensor.new_empty(sum(counts)) if out is None else out[: sum(counts)]
+        received = list(torch.split(out, counts))
+        if self.device.type == "cpu":
+            self._pass(torch.split(tensor, list(splits[0])), received)
+        else:
+            with self.together():
+                dist.all_to_all_single(out, tensor, counts, list(splits[0]), group=self.group)
+        return [received]
+
+    def _pass(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send `sent[r]` to every rank r, and receive `received[r]` from it, over gloo.
+
+        Receives come first: gloo announces a receive on the connection that carries the data, and
+        behind the data that is already queued. gloo's own all-to-all sends first, so that the two
+        directions of a link often take turns (results/netlab/transport.json).
+        """
+        rank = self.ranks[0]
+        received[rank].copy_(sent[rank])
+        others = [(rank + i) % self.size for i in range(1, self.size)]
         with self.together():
-            dist.all_to_all_single(out, tensor, counts, list(splits[0]), group=self.group)
-        return [list(torch.split(out, counts))]
+            works = [
+                dist.irecv(received[other], group=self.group, tag=TAG, group_src=other)
+                for other in reversed(others)
+                if received[other].numel()
+            ]
+            works += [
+                dist.isend(sent[other], group=self.group, tag=TAG, group_dst=other)
+                for other in others
+                if sent[other].numel()
+            ]
+            for work in works:
+                if work is not None:  # of another group
+                    work.wait()
 
     def _shift(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
     ) -> list[Tensor]:
         tensor, size, rank = tensors[0].contiguous(), sizes[0], self.ranks[0]
         out = tensor.new_empty(size) if out is None else out[:size]
-        before, after = (rank - 1) % self.size, (rank + 1) % self.size
-        if self.device.type != "cpu":  # NCCL runs both directions at once only inside a collective
-            sent = [tensor.numel() * (other == after) for other in range(self.size)]
-            received = [size * (other == before) for other in range(self.size)]
-            self._all_to_all([tensor], [sent], [received], out)
-            return [out]
-        with self.together():
-            works = [
-                dist.isend(tensor, group=self.group, group_dst=after) if tensor.numel() else None,
-                dist.irecv(out, group=self.group, group_src=before) if size else None,
-            ]
-            for work in works:
-                if work is not None:
-                    work.wait()
+        after, before = (rank + 1) % self.size, (rank - 1) % self.size
+        sent = [tensor.numel() * (other == after) for other in range(self.size)]
+        received = [size * (other == before) for other in range(self.size)]
+        self._all_to_all([tensor], [sent], [received], out)  # over NCCL, both directions at once
         return [out]
 
 
