@@ -132,15 +132,18 @@ def test_three_processes_do_what_the_simulation_does(results, three):
     check_twins(results, three, "twoshot")
 
 
-def test_rings_of_processes_and_of_a_simulation_have_the_same_bits(results):
+@pytest.mark.parametrize(("name", "collective"), [("int8", "ring"), ("topk", "sparse")])
+def test_partial_sums_of_processes_and_of_a_simulation_have_the_same_bits(
+    results, name, collective
+):
     """Three workers, shards of unequal size, a residual; replicas are compared at the end."""
-    method = ("--compressor", "int8", "--memory", "residual", "--collective", "ring")
+    method = ("--compressor", name, "--memory", "residual", "--collective", collective)
     job = (*WIDE, "--workers", 3, "--batch", 48, "--steps", 12, "--log-every", 4)
     grid = ("--engine", "simulate,spawn", "--results", results, "--json")
     here, there = invoke("run", *method, *job, *grid).json
     assert {here["engine"], there["engine"]} == {"simulate", "spawn"}
     assert {key: here[key] for key in SAME} == {key: there[key] for key in SAME}
-    assert here["collective"] == "ring"
+    assert here["collective"] == collective
 
 
 def test_times_are_measured_or_modelled_and_never_mixed(two):
