@@ -49,13 +49,19 @@ def by_hand(xs: list[torch.Tensor], method, shapes=SHAPES) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("kind", ["normal", "ties", "apart", "one region", "zeros"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "ties", "apart", "equal", "close", "one region", "zeros"]
+)
 def test_the_mean_is_that_of_the_largest_sums(simulated, clock, workers, kind):
     xs = gradients(workers)
     if kind == "ties":
         xs = [x.sign() for x in xs]
-    elif kind == "apart":
+    elif kind in ("apart", "equal", "close"):
         xs = [torch.where(torch.arange(N) % workers == i, x, 0.0) for i, x in enumerate(xs)]
+        if kind != "apart":
+            xs = [x.sign() for x in xs]
+        if kind == "close":
+            xs = [x * (1 + 2.0**-23 * (torch.arange(N) % 7)) for x in xs]
     elif kind == "one region":
         xs = [torch.where(torch.arange(N) < N // 20, 100 * x, x) for x in xs]
     elif kind == "zeros":
@@ -170,3 +176,12 @@ def test_shares_are_equal_and_in_order():
             )
         ]
         assert owners == sorted(owners)
+
+
+def test_regions_have_equally_many_of_a_workers_entries():
+    positions = torch.arange(103).square()
+    for regions in (2, 3, 7, 103, 200):
+        cuts = sparse.quantiles(positions, regions).tolist()
+        counts = sparse.Entries(positions, positions.float()).counts(cuts).tolist()
+        assert (len(counts), sum(counts)) == (regions, 103)
+        assert max(counts) - min(counts) <= 1
