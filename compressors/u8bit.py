@@ -15,8 +15,8 @@ Wire: 8 bits per element and one float32 (a) per tensor, up and down; the owner 
 encodes the mean again. Code -128 is never sent.
 Source: Dettmers, ICLR 2016, arXiv:1511.04561, dynamic tree; the table: GRACE's code,
 github.com/sands-lab/grace, grace_dl/tensorflow/compressor/u8bit.py.
-Differs: GRACE rounds down in its table, halves a decade at .45 of the next one instead of .55, and
-its largest level is .9957, so no element is exact; it divides by 0 for a tensor of zeros.
+Differs: GRACE rounds down in its table and halves a decade at .45 of the next one, not .55. Its
+largest level is .9957, so the largest element is not exact. It divides by 0 for a tensor of zeros.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("u8bit")
@@ -40,18 +40,18 @@ from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload,
 from gcbench.core.errors import PayloadError
 from gcbench.ops.statistics import TINY, absmax, scale_
 
-_DECADES = [
-    10.0 ** (i - 6) * (0.1 + 0.9 * (torch.arange(2**i).double() + 0.5) / 2**i) for i in range(1, 7)
+_CENTERS = [
+    10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(1, 7) for j in range(2**i)
 ]
-LEVELS = torch.cat((torch.zeros(1), *_DECADES, torch.ones(1))).float()
+LEVELS = torch.tensor([0.0, *_CENTERS, 1.0], device="cpu")
 """The 128 levels, float32, increasing."""
 LIMITS = ((LEVELS[1:].double() + LEVELS[:-1]) / 2).float()
 """The 127 numbers halfway between them."""
 # By the upper 16 bits of a float32 in [0, 1]: the code of the smallest such number, and the limit
 # above which the code is one higher. No two limits have the same upper bits.
-_STARTS = (torch.arange(0x3F81, dtype=torch.int32) << 16).view(torch.float32)
+_STARTS = (torch.arange(0x3F81, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
 FIRST = torch.bucketize(_STARTS, LIMITS).to(torch.int8)
-NEXT = torch.cat((LIMITS, torch.tensor([torch.inf])))[FIRST.int()]
+NEXT = torch.cat((LIMITS, LIMITS.new_tensor([torch.inf])))[FIRST.int()]
 
 
 @dataclass(frozen=True)
