@@ -1010,9 +1010,7 @@ class Exchange:
         if n > 2**31:
             raise UsageError(f"collective sparse: {n} elements; expected at most 2^31")
         method, ranks = lane.compressor, self.world.ranks
-        sent = self._workers(
-            "encode", lambda i: Entries(*method.entries(xs[i], whole.of(ranks[i])))
-        )
+        sent = self._workers("encode", lambda i: codec.entries(method, xs[i], whole.of(ranks[i])))
         positions, sums = self._largest_sums(number, sent, n)
         check_finite(sums)
         if lane.memory.feedback:
