@@ -229,9 +229,7 @@ def _sparse(method: Compressor, segments: Segments, workers: int) -> list[Messag
 
     To balance the owners, at most k entries are moved in all; how many depends on the gradients.
     """
-    layout = method.layout(segments)
-    assert layout is not None
-    entries = 4.0 * WORDS * layout[-1][1]
+    entries = 4.0 * WORDS * codec.entry_count(method, segments)
     if not entries:
         return []
     cuts = [Message("allreduce", 8.0 * (workers - 1))] if workers > 1 else []

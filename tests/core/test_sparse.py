@@ -12,7 +12,7 @@ import gcbench
 from gcbench.checks import exchanges
 from gcbench.core import memory, sparse
 from gcbench.core.compressor import Context, Segments
-from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 from gcbench.core.exchange import check_legal
 
 SHAPES = [(60, 50), (0,), (7,), (2000,)]
@@ -160,6 +160,35 @@ def test_entries_outside_of_their_region_are_refused():
     for start, size in ((4, 10), (0, 9)):
         with pytest.raises(PayloadError):
             sparse.add([message], start, torch.zeros(size), torch.zeros(size, dtype=torch.bool))
+
+
+TOPK = type(gcbench.get_compressor("topk"))
+
+
+class Fewer(TOPK):
+    def entries(self, x, ctx):
+        return tuple(each[:-1] for each in super().entries(x, ctx))
+
+
+class Backwards(TOPK):
+    def entries(self, x, ctx):
+        return tuple(each.flip(0) for each in super().entries(x, ctx))
+
+
+class Narrow(TOPK):
+    def entries(self, x, ctx):
+        return tuple(each.int() for each in super().entries(x, ctx))
+
+
+class Sizeless(TOPK):
+    def layout(self, segments, count=1):
+        return None
+
+
+@pytest.mark.parametrize("wrong", [Fewer, Backwards, Narrow, Sizeless])
+def test_methods_with_wrong_entries_are_refused(simulated, clock, wrong):
+    with pytest.raises(GcbenchError):
+        run(simulated, clock, wrong(), "sparse", gradients(2), SHAPES)
 
 
 def test_shares_are_equal_and_in_order():
