@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import ClassVar
 
 import torch
@@ -100,6 +101,13 @@ class ThresholdClaims(Claims[Threshold], of=Threshold):
 
     contractive = True
     exact_for = ("signs", "ternary", "sparse")
+
+    @property
+    def gaussian_error(self) -> float | None:
+        """Return the energy of |x| < v; None if few elements are below it, or few above."""
+        normal, v = NormalDist(), self.codec.threshold
+        error = normal.cdf(v) - normal.cdf(-v) - 2 * v * normal.pdf(v)
+        return error if 0.01 < error < 0.99 else None
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
         return float(x.double()[~self.codec.selected(x, ctx.segments)].square().sum())

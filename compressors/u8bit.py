@@ -95,21 +95,22 @@ class U8bit(Compressor):
 
 
 class U8bitClaims(Claims[U8bit], of=U8bit):
-    """Contractive: half a step between levels, which is relative to the element's decade."""
+    """Contractive: the error is the distance to the nearest level."""
 
     contractive = True
     exact_for = ("signs", "ternary", "sparse")
     nominal_bits = 8.0
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        """Return the sum of the squared bounds, with a margin for roundings in float32."""
+        """Return the squared distance to the nearest levels, and a margin for rounding."""
         size = x.double().abs()
         top = absmax(x, ctx.segments).double()
         top = scale_(torch.ones_like(size), top, ctx.segments)
         levels = LEVELS.double()
-        above = torch.bucketize(size / top, levels).clamp_(1, 127)
-        half = (levels[above] - levels[above - 1]) * top / 2
-        lost = torch.minimum(size, half + 2.0**-22 * size)
+        share = size / top
+        above = torch.bucketize(share, levels).clamp_(1, 127)
+        near = torch.minimum(levels[above] - share, share - levels[above - 1])
+        lost = torch.minimum(size, near * top + 2.0**-22 * size)
         lost = torch.where(size == top, 0.0, lost)  # the largest is exact
         return float(torch.where(top < TINY, size, lost).square().sum())
 
