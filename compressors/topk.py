@@ -15,12 +15,18 @@ Wire: 32 k bits of values (fp16: 16 k, range: 10 k and 32 per segment) and the p
 the sizes. At rho = .01 these are 0.64, 1.32 and 0.41 bits per element, 50x, 24x and 79x less than
 fp32: positions take 32, 100 and 8.55 bits per kept element; their entropy is 8.08.
 Two-shot sends as much down as up: each shard has its own k, and the owner sparsifies the mean
-again. All-gather does not: the mean has between k and min(d, N k) nonzeros.
+again. All-gather does not: the mean has between k and min(d, N k) nonzeros. By the sparse
+all-reduce (`gcbench.core.exchange`) it has the k largest sums; a worker sends about 4 k words of 32
+bits, not 2 k (N - 1), and an element that was dropped by its worker or by the sum is in a residual.
 Source: Aji & Heafield, EMNLP 2017, arXiv:1704.05021, section 3; Alistarh et al., NeurIPS 2018,
-arXiv:1809.10505, algorithm 1; the bound: Stich et al., NeurIPS 2018, arXiv:1809.07599, lemma A.1.
+arXiv:1809.10505, algorithm 1; the bound: Stich et al., NeurIPS 2018, arXiv:1809.07599, lemma A.1;
+the sparse all-reduce: Li & Hoefler, PPoPP 2022, doi:10.1145/3503221.3508399 (Ok-Topk).
 Differs: Aji & Heafield estimate a threshold for the model from a sample, so their count varies;
 here it is exact (test_topk.py::test_exactly_k_by_magnitude_then_index), and `granularity="model"`
 is their global selection. Wang et al. 2020 compare without error feedback: `--memory none`.
+Ok-Topk uses the thresholds and the regions of earlier steps for some steps; here both selections
+are exact and regions are cut anew, for 8 KiB of histograms and 16 N bytes of cuts per step
+(test_sparse.py::test_a_worker_sends_at_most_6k_words).
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("topk", ratio=0.5)
@@ -56,7 +62,7 @@ class TopK(Compressor):
     values: str = "fp32"  # or "fp16", "range"
     granularity: str | int = "tensor"  # or "model", "column", or a group size
 
-    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot")
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "twoshot", "sparse")
     memory: ClassVar[str] = "residual"
     variants = (
         {},
@@ -76,6 +82,14 @@ class TopK(Compressor):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}: expected {', '.join(allowed)}")
         Segments.of([(1,)], self.granularity)  # raises UsageError if it is unknown
+
+    def legal_collectives(self) -> tuple[str, ...]:
+        """Without "sparse", which adds 32-bit positions and fp32 values, if these are coded."""
+        plain = self.positions in ("smallest", "int32") and self.values == "fp32"
+        return self.collectives if plain else self.collectives[:-1]
+
+    def entries(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        return ops.selection.largest_elements(x, ops.selection.kept_runs(ctx.segments, self.ratio))
 
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
         runs = ops.selection.kept_runs(ctx.segments, self.ratio)

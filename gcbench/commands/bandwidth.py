@@ -52,8 +52,8 @@ def bandwidth(
         S,
         _opt(
             "--collective",
-            text="Collectives of the methods: allreduce, allgather, twoshot, ring, or all. Default "
-            "each method's own.",
+            text="Collectives of the methods: allreduce, allgather, twoshot, ring, sparse, or "
+            "all. Default each method's own.",
             panel=WHAT,
         ),
     ] = None,

@@ -164,7 +164,7 @@ def predict(
     compressor: Methods = None,
     collective: Annotated[
         str | None,
-        typer.Option(help="allreduce, allgather, twoshot or ring; default: the method's."),
+        typer.Option(help="allreduce, allgather, twoshot, ring or sparse; default: the method's."),
     ] = None,
     workers: Annotated[
         str | None,

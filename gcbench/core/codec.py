@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 from gcbench.core.payload import Context, Layout, Payload, Prepared, Segments, layout_bytes
+from gcbench.core.sparse import Entries
 
 if TYPE_CHECKING:
     from gcbench.core.compressor import Compressor
@@ -109,6 +110,40 @@ def feedback(
     inner = _with_parts(method, x.device, ctx, 1)
     parts = method.encode_feedback(x, residual, inner)
     return _payload(method, "encode_feedback", parts, inner, ctx.parts if copy else None)
+
+
+def entry_count(method: Compressor, segments: Segments) -> int:
+    """Return k, the number of entries that a worker sends by collective "sparse".
+
+    Raises:
+        GcbenchError: the method declares no layout.
+    """
+    declared = layout(method, segments)
+    if not declared:
+        raise GcbenchError(f"{name_of(method)} lists collective sparse, but declares no layout")
+    return declared[-1][1]
+
+
+def entries(method: Compressor, x: Tensor, ctx: Context) -> Entries:
+    """Return the elements that one worker sends by collective "sparse".
+
+    Raises:
+        UsageError: x is not float32, or its length differs from that of its segments.
+        GcbenchError: dtypes, their number or the order of the positions is wrong.
+    """
+    _check_input(method, "entries", x, ctx)
+    result, k = Entries(*method.entries(x, ctx)), entry_count(method, ctx.segments)
+    positions, values = result
+    dtypes = (positions.dtype, values.dtype) == (torch.int64, torch.float32)
+    if not dtypes or not positions.shape == values.shape == (k,):
+        shown = [f"{each.dtype} of shape {tuple(each.shape)}" for each in result]
+        raise GcbenchError(
+            f"{name_of(method)}.entries returned {' and '.join(shown)}: expected {k} int64 and {k} "
+            "float32, as many as the last part of the layout has"
+        )
+    if not bool((positions[1:] > positions[:-1]).all()):
+        raise GcbenchError(f"{name_of(method)}.entries: positions must increase")
+    return result
 
 
 # ---- payloads ------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ __all__ = [
     "requantizes",
 ]
 
-COLLECTIVES = ("allreduce", "allgather", "twoshot", "ring")
+COLLECTIVES = ("allreduce", "allgather", "twoshot", "ring", "sparse")
 Parts: TypeAlias = Tensor | tuple[Tensor, ...] | Payload
 """What an encoder returns: the parts of a payload, 1-D tensors; or one tensor, if there is one."""
 
@@ -225,6 +225,14 @@ class Compressor(ABC):
             PayloadError: no encoder of this configuration can have produced `payload`.
         """
 
+    def entries(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Return the elements that a worker sends: positions and values, shape (k,) each.
+
+        Only for methods that list "sparse". Positions are int64 and increasing, values float32; k
+        is the length of the last part of `layout`.
+        """
+        raise NotImplementedError(f"{self.name}: it selects no elements")
+
     # Aggregation.
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
@@ -336,8 +344,8 @@ def requantizes(method: Compressor) -> bool:
 
 
 def reencodes(method: Compressor, collective: str) -> bool:
-    """Return whether this collective encodes means or partial sums, not only gradients."""
-    return collective == "ring" or (collective == "twoshot" and requantizes(method))
+    """Return whether this collective compresses means or partial sums, not only gradients."""
+    return collective in ("ring", "sparse") or (collective == "twoshot" and requantizes(method))
 
 
 def cuttable(method: Compressor) -> bool:

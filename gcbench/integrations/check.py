@@ -68,10 +68,12 @@ class Bounds:
 
     A plain mean of zero has no direction, and its cosine is not judged.
     """
+    empty: bool = False
+    """Whether a tensor may get nothing, because elements are selected from all tensors together."""
 
     @classmethod
-    def of(cls, method: Compressor, error: float | None) -> Bounds:
-        """Return the bounds for a method.
+    def of(cls, method: Compressor, error: float | None, collective: str = "") -> Bounds:
+        """Return the bounds for a method by this collective.
 
         `error`: the bound of the relative error. None: 1.5 for a contractive method that takes
         means, infinite for others. A vote of signs has another length than the mean, and another
@@ -81,12 +83,14 @@ class Bounds:
         means = claims.aggregate == "mean"
         if error is None:
             error = CONTRACTED if claims.contractive and means else math.inf
-        return cls(error, 0.0 if means else -0.5)
+        together = collective == "sparse" or method.granularity == "model"
+        return cls(error, 0.0 if means else -0.5, together)
 
     def judge(self, comparison: Comparison) -> str:
         """Return a text that says what is wrong with one tensor; "" if nothing is."""
         exact = (comparison.relative_error, comparison.cosine) == (0, 1)
-        if exact or comparison.elements < JUDGED_FROM:
+        nothing = self.empty and comparison.zeros == 1
+        if exact or nothing or comparison.elements < JUDGED_FROM:
             return ""
         wrong = []
         # NaN fails both comparisons.

@@ -830,8 +830,10 @@ class CommHook(Hook):
             if self.settings.on_check is not None:
                 self.settings.on_check(comparisons)
             if self._level.world.ranks[0] == 0:
-                method = self.settings.compressor
-                check.warn(method, Bounds.of(method, self.settings.check_error), comparisons)
+                settings = self.settings
+                method, error = settings.compressor, settings.check_error
+                bounds = Bounds.of(method, error, settings.collective)
+                check.warn(method, bounds, comparisons)
         self._agree_on_means(step)
         self._stepped_since = True
         self._new_step()

@@ -2,9 +2,9 @@
 
 A measured method takes e seconds per element in statistic and encode, and p seconds per element in
 one pass over a payload (`Codec`). It passes N times over a payload by all-gather (every worker's
-payload), twice by two-shot (the workers' shards, then the mean), 2 - 1/N times by a ring, and once
-by all-reduce. A two-shot exchange that was measured by another collective adds e / N for the second
-encoding by the owners, if the method needs one.
+payload), twice by two-shot (the workers' shards, then the mean) and by a sparse all-reduce, 2 - 1/N
+times by a ring, and once by all-reduce. A two-shot exchange that was measured by another collective
+adds e / N for the second encoding by the owners, if the method needs one.
 
 The lower bound (`Floor`) is the time in which a device's memory reads each input once and writes
 each output once. No kernel is faster, so a speedup computed from it is an upper bound.
@@ -52,7 +52,7 @@ KEY = Key(0, 0, 0)
 
 def passes(collective: str, workers: int) -> float:
     """Return how many times a worker passes over a payload of its whole gradient."""
-    counts = {"allgather": float(workers), "twoshot": 2.0, "ring": 2 - 1 / workers}
+    counts = {"allgather": float(workers), "twoshot": 2.0, "sparse": 2.0, "ring": 2 - 1 / workers}
     return counts.get(collective, 1.0)
 
 
@@ -266,6 +266,8 @@ class Floor:
             decode = (received + FLOAT) / workers
         elif not self.rounds and collective == "twoshot":
             decode += (received + self.merged + self.owner) / workers
+        elif not self.rounds and collective == "sparse":  # sums of a region, then all that remain
+            decode += self.payload + FLOAT / workers
         elif not self.rounds and collective == "ring":  # decode N - 1 partial sums, then all shards
             decode += (workers - 1) / workers * (self.payload + FLOAT)
         return self.encode * n / self.speed, decode * n / self.speed

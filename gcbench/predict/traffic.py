@@ -28,6 +28,7 @@ from gcbench.core.compressor import (
 )
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
+from gcbench.core.sparse import DIGIT, SHIFTS, WORDS
 from gcbench.predict.networks import Shapes
 
 SAMPLED = 256
@@ -223,6 +224,26 @@ def _shards(method: Compressor, collective: str, segments: Segments, workers: in
     return messages
 
 
+def _sparse(method: Compressor, segments: Segments, workers: int) -> list[Message]:
+    """Return the messages of a sparse all-reduce of k entries of 8 bytes per worker.
+
+    To balance the owners, at most k entries are moved in all; how many depends on the gradients.
+    """
+    entries = 4.0 * WORDS * codec.entry_count(method, segments)
+    if not entries:
+        return []
+    cuts = [Message("allreduce", 8.0 * (workers - 1))] if workers > 1 else []
+    return [
+        *cuts,
+        Message("alltoall", 8.0 * workers),
+        Message("alltoall", entries),
+        *[Message("allreduce", 4.0 * 2**DIGIT)] * len(SHIFTS),
+        Message("allgather", 16.0),
+        Message("alltoall", entries / workers),
+        Message("allgather", entries / workers, aggregated=True),
+    ]
+
+
 @lru_cache(maxsize=4096)
 def lane(method: Compressor, collective: str, shapes: Shapes, workers: int) -> tuple[Message, ...]:
     """Return the messages in which tensors of these shapes are exchanged.
@@ -254,6 +275,8 @@ def _messages(
         if parts:
             messages.append(Message("allgather", float(HEADER * parts)))
         messages.append(Message("allgather", nbytes))
+    elif collective == "sparse":
+        messages += _sparse(method, segments, workers)
     else:
         messages += _shards(method, collective, segments, workers)
     return messages

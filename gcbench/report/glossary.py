@@ -66,6 +66,8 @@ WORDS: dict[str, str] = {
     "rounding. Rows are means over seeds.",
     "segment": "A part of the gradient with its own scale: a tensor, the whole model, or a fixed "
     "number of elements.",
+    "sparse": "A sparse all-reduce: owners add the entries of their regions, and the largest sums "
+    "are all-gathered. For k entries a worker sends about 4 k words, for any number of workers.",
     "sparsification": "Sending few elements of the gradient and their positions.",
     "statistic": "A number on which the workers agree before they encode, such as a common scale.",
     "step": "One update of the model: gradients, exchange, optimizer.",

@@ -93,7 +93,10 @@ class Settings(BaseModel):
         25.0, "With --engine ddp: MiB of fp32 gradients in a bucket.", COMPARED, "place"
     )
     collective: str = setting(
-        ..., "allreduce, allgather, twoshot or ring. Default: the method's.", COMPARED, "method"
+        ...,
+        "allreduce, allgather, twoshot, ring or sparse. Default: the method's.",
+        COMPARED,
+        "method",
     )
     memory: str = setting(
         "none",

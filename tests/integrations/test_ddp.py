@@ -368,6 +368,11 @@ def test_bounds_follow_the_claims_of_a_method_and_reject_nan():
     assert contracting == check.Bounds(1.5)
     assert check.Bounds.of(gcbench.get_compressor("randomk"), None).error == math.inf
     assert check.Bounds.of(gcbench.get_compressor("topk"), 0.1).error == 0.1
+    together = check.Bounds.of(gcbench.get_compressor("topk"), None, "sparse")
+    assert together == check.Bounds(1.5, 0.0, empty=True)
+    nothing = check.Comparison(0, "w", 1000, 1.0, 0.0, 1.0, 1.0)
+    assert (together.judge(nothing), contracting.judge(nothing) == "") == ("", False)
+    assert together.judge(check.Comparison(0, "w", 1000, 1.0, 0.0, 0.99, 1.0))
     vote = check.Bounds.of(gcbench.get_compressor("signsgd"), None)
     assert vote == check.Bounds(math.inf, -0.5)
     assert vote.judge(check.Comparison(0, "w", 1000, 300.0, -0.1, 0.0, 1.0)) == ""

@@ -202,6 +202,11 @@ def test_predicted_bytes_equal_those_an_exchange_counts(
     counted, _ = exchanged(simulated, clock, method, collective, workers, SHAPES)
     messages = traffic.exchange(method, collective, (SHAPES, ()), workers)
     moved = traffic.total(messages, workers)
+    if collective == "sparse":  # entries that stay with their owner depend on the gradients
+        wire = counted.pop()
+        assert moved.wire == wire == 0 if workers == 1 else 0.9 * moved.wire < wire < moved.wire
+        assert [moved.up, moved.down] == pytest.approx(counted, rel=1e-12)
+        return
     assert [moved.up, moved.down, moved.wire] == pytest.approx(counted, rel=1e-12)
 
 

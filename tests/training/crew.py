@@ -228,3 +228,51 @@ def slow_down(trainer):
     trainer.compressor = type("Slow", (plain,), {"encode": encode})()
     (between,) = (m for m in trainer.replicas[0].modules() if type(m) is torch.nn.ReLU)
     between.register_full_backward_hook(lambda *_: time.sleep(0.08))
+
+
+def weigh(member, name, options, collective, n):
+    """Exchange one gradient; return the mean, the wire bytes counted, and those of torch's calls.
+
+    The latter are the sizes of the tensors that reach torch.distributed for other ranks; a ring
+    all-reduce sends 2 (N - 1) / N of its tensor.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from gcbench.core import registry
+    from gcbench.core.clock import Clock
+    from gcbench.core.compressor import Segments
+    from gcbench.core.exchange import Exchange, Lane
+    from gcbench.training import engines
+
+    rank, size, sent = member.rank, member.size, []
+
+    def to_all(out, tensor, sizes=None, splits=None, **more):
+        sent.append((tensor.numel() - splits[rank]) * tensor.element_size())
+        return originals["all_to_all_single"](out, tensor, sizes, splits, **more)
+
+    def gather(pieces, tensor, **more):
+        sent.append((size - 1) * tensor.numel() * tensor.element_size())
+        return originals["all_gather"](pieces, tensor, **more)
+
+    def reduce(tensor, *how, **more):
+        sent.append(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
+        return originals["all_reduce"](tensor, *how, **more)
+
+    patches = {"all_to_all_single": to_all, "all_gather": gather, "all_reduce": reduce}
+    originals = {each: getattr(dist, each) for each in patches}
+    world = engines.join(member, "cpu", 1)
+    try:
+        method = registry.compressor(name, **options)
+        x = torch.randn(n, generator=torch.Generator().manual_seed(rank))
+        clock = Clock(world.device)
+        clock.start_step()
+        running = Exchange(world, [Lane(method, collective, 0, Segments.of([(n,)]))], 7, clock)
+        for each, patch in patches.items():
+            setattr(dist, each, patch)
+        mean = running.mean([x], 0).tolist()
+        for each, original in originals.items():
+            setattr(dist, each, original)
+        return mean, world.traffic[0].wire, sum(sent)
+    finally:
+        world.close()

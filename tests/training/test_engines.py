@@ -9,15 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import crew
 import pytest
 import torch
 from commands import PATIENCE, end, invoke, members, start, wait_for
 from torch import nn
 
 from gcbench.core import registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Segments
 from gcbench.core.errors import GcbenchError, Interrupted, UsageError
+from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.training import engines
+from gcbench.training import engines, launch
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
@@ -132,15 +136,35 @@ def test_three_processes_do_what_the_simulation_does(results, three):
     check_twins(results, three, "twoshot")
 
 
-def test_rings_of_processes_and_of_a_simulation_have_the_same_bits(results):
+@pytest.mark.parametrize(("name", "collective"), [("int8", "ring"), ("topk", "sparse")])
+def test_partial_sums_of_processes_and_of_a_simulation_have_the_same_bits(
+    results, name, collective
+):
     """Three workers, shards of unequal size, a residual; replicas are compared at the end."""
-    method = ("--compressor", "int8", "--memory", "residual", "--collective", "ring")
+    method = ("--compressor", name, "--memory", "residual", "--collective", collective)
     job = (*WIDE, "--workers", 3, "--batch", 48, "--steps", 12, "--log-every", 4)
     grid = ("--engine", "simulate,spawn", "--results", results, "--json")
     here, there = invoke("run", *method, *job, *grid).json
     assert {here["engine"], there["engine"]} == {"simulate", "spawn"}
     assert {key: here[key] for key in SAME} == {key: there[key] for key in SAME}
-    assert here["collective"] == "ring"
+    assert here["collective"] == collective
+
+
+def test_bytes_of_a_sparse_all_reduce_are_those_that_processes_send():
+    """Weighed at torch.distributed; a simulation has the same mean and the same counts."""
+    n, k = 20_000, 2000
+    ranks = launch.in_processes(3, 1, crew.weigh, ("topk", {"ratio": k / n}, "sparse", n))
+    world = SimulatedWorld(3, torch.device("cpu"), Link(10, 50), 1, 1)
+    clock = Clock(world.device)
+    clock.start_step()
+    method = registry.compressor("topk", ratio=k / n)
+    running = Exchange(world, [Lane(method, "sparse", 0, Segments.of([(n,)]))], 7, clock)
+    xs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    mean = running.mean(xs, 0).tolist()
+    for (same, counted, weighed), traffic in zip(ranks, world.traffic, strict=True):
+        assert same == mean
+        assert 8 * k < counted == traffic.wire < 24 * k
+        assert weighed == pytest.approx(counted, rel=1e-12)
 
 
 def test_times_are_measured_or_modelled_and_never_mixed(two):
