@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import progress, purposes, registry
+from gcbench.core import fragments, progress, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
@@ -42,7 +42,7 @@ from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, fragments, preflight, sinks
+from gcbench.training import captures, configuration, preflight, sinks
 from gcbench.training.adversaries import attack
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
