@@ -363,9 +363,13 @@ def updates(method: Compressor) -> Measurement:
 
 
 def unsynchronized(method: Compressor) -> str:
-    """Return a step at which workers differ from `Claims.synchronized` on averaged gradients."""
-    n = sum(map(math.prod, RULE_SHAPES))
-    steps = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(6)]
+    """Return a step at which workers differ from `Claims.synchronized` on averaged gradients.
+
+    They are small, so that an update rule's epsilon matters.
+    """
+    n, scale = sum(map(math.prod, RULE_SHAPES)), 2.0**-20
+    draws = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(6)]
+    steps = [[scale * x for x in xs] for xs in draws]
     means = [torch.stack(xs).double().mean(0) for xs in steps]
     ctx = Context(calls.segments_of(method, RULE_SHAPES), key=Key(7, 0, 0))
     declared = method.claims.synchronized(means, ctx)

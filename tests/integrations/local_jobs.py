@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stages": {"compressor": "topk", "options": {"ratio": {0: 0.5, 3: 0.1}}, "local_steps": 2},
     "start": {"compressor": "onebit", "start_step": 5, "local_steps": 3, "dense_last": True},
     "fragments": {
-        **{"compressor": "sparseloco", "local_steps": 6, "fragments": 2, "delay": 1, "blend": 0.5},
+        **{"compressor": "sparseloco", "local_steps": 6, "fragments": 2, "delay": 2, "blend": 0.5},
         **{"dense_below": 100, **DILOCO},
     },
     "on the way": {"compressor": "int8", "local_steps": 8, "fragments": 2, "delay": 2},
@@ -131,6 +131,23 @@ def resumed(rank: int, size: int) -> dict[str, Any]:
             result[f"{name}, {case}"] = refused(call)
         steps.close()
     return result
+
+
+@job
+def between(rank: int, size: int) -> dict[str, Any]:
+    """Exchange everything after step 5 while fragment 1 is on its way until step 6."""
+    loop = Loop(Config.make({**COMMON, **CASES["on the way"]}), rank)
+    steps = loop.local_steps()
+    loop.run(range(5))
+    before = [digest(p.detach()) for p in loop.model.parameters()]
+    steps.exchange()
+    after, sent = digest(loop.flat()), steps.traffic.payload_up
+    steps.exchange()
+    loop.run(range(5, 6))
+    later = [digest(p.detach()) for p in loop.model.parameters()]
+    same = steps.traffic.payload_up == sent
+    steps.close()
+    return {"before": before, "after": after, "later": later, "same": same}
 
 
 @job

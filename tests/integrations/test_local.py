@@ -44,6 +44,14 @@ def test_a_loop_resumed_in_a_round_ends_in_the_same_bits(name):
         assert "digest" in result[f"{name}, flipped"]["text"]
 
 
+def test_an_exchange_between_makes_ranks_equal_and_nothing_is_taken_over_twice():
+    one, other = of("between")
+    assert one["after"] == other["after"]
+    assert one["same"], "a second exchange without a step sends nothing"
+    for name in ("before", "later"):
+        assert all(a != b for a, b in zip(one[name], other[name], strict=True))
+
+
 def test_faults_stop_all_ranks_with_the_cause():
     for result in of("faults"):
         assert "initial parameters" in result["parameters"]["text"]
