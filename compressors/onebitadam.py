@@ -11,25 +11,29 @@ update that is linear in the gradients, hence the constant v.
 Biased; contractive: ||C(x) - x||^2 = (1 - phi) ||x||^2, phi the density of x: at least 1/d, and
 2/pi for long normal x. Residuals are in units of the momentum, so the learning rate does not
 rescale them.
+refresh=k updates v after the warm-up, too, as 0/1 Adam does: steps t_1 = 1, t_2, ... with
+t_(j+1) = t_j + 2^floor(j / k) are steps of the warm-up. It leaves out 0/1 Adam's local steps.
 Wire: 1 bit per element and one float32 per tensor, up and down; 32 bits per element during the
 warm-up (15 to 25 % of the steps in the source). Adam updates tensors that stay dense.
-Source: Tang et al., ICML 2021, arXiv:2102.02888, algorithm 1.
+Source: Tang et al., ICML 2021, arXiv:2102.02888, algorithm 1. 0/1 Adam: Lu et al. 2022,
+arXiv:2202.06009; code: DeepSpeed, zoadam.py.
 Differs: v is frozen with its bias correction, so the step size does not jump after a short warm-up.
 An element whose gradient was 0 throughout the warm-up does not move afterwards, as with DeepSpeed's
-momentum mask (test_onebitadam.py::test_elements_without_gradient_do_not_move).
+momentum mask (test_onebitadam.py::test_elements_without_gradient_do_not_move). With `refresh`,
+DeepSpeed compresses gradients, not momenta, between the updates of v, and corrects no bias.
 
 >>> import gcbench, torch
 >>> method = gcbench.get_compressor("onebitadam")
 >>> method.decompress(method.compress(torch.tensor([4.0, -1.0, 0.5, -2.5])))
 tensor([ 2., -2.,  2., -2.])
 >>> method.rule
-FrozenAdam(beta1=0.9, beta2=0.999, eps=1e-08, frozen=True)
+FrozenAdam(beta1=0.9, beta2=0.999, eps=1e-08, refresh=0, frozen=True)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +41,7 @@ from torch import Tensor
 
 from gcbench.core.memory import Memory
 from gcbench.core.payload import Context
+from gcbench.core.registry import LATER
 from gcbench.core.rule import UpdateRule
 
 from .efsignsgd import EFSignSGD, EFSignSGDClaims
@@ -81,6 +86,7 @@ class FrozenAdam(UpdateRule):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    refresh: int = 0
     frozen: bool = True
 
     buffers: ClassVar[tuple[str, ...]] = ("variance",)  # the second moment, bias-corrected
@@ -94,6 +100,12 @@ class FrozenAdam(UpdateRule):
         momentum = ctx.joint["momentum"] / (1 - self.beta1**t)
         return torch.where(variance > 0, momentum / (variance.sqrt() + self.eps), 0.0)
 
+    def in_fp32(self, step: int) -> bool:
+        if not self.refresh:
+            return False
+        interval = 1 << (step // self.refresh + 1).bit_length() - 1
+        return (step + 1 - self.refresh * (interval - 1)) % interval == 0
+
     def dense(self) -> UpdateRule:
         return replace(self, frozen=False)
 
@@ -105,10 +117,16 @@ class OneBitAdam(EFSignSGD):
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    refresh: int = field(default=0, metadata=LATER)  # 0/1 Adam: 16; 0: v stays frozen
 
     collectives: ClassVar[tuple[str, ...]] = ("twoshot", "allgather")
     memory: ClassVar[Any] = ExchangedMomentum
     recipe: ClassVar[Mapping[str, Any]] = {"lr": 1e-3, "start_step": 100}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.refresh < 0:
+            raise ValueError(f"refresh={self.refresh}: expected at least 0")
 
     @property
     def memory_options(self) -> Mapping[str, Any]:
@@ -116,7 +134,7 @@ class OneBitAdam(EFSignSGD):
 
     @property
     def rule(self) -> UpdateRule:
-        return FrozenAdam(self.beta1, self.beta2, self.eps)
+        return FrozenAdam(self.beta1, self.beta2, self.eps, self.refresh)
 
 
 class OneBitAdamClaims(EFSignSGDClaims, of=OneBitAdam):

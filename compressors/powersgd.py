@@ -32,9 +32,10 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,106 +55,130 @@ from gcbench.ops.random import normal
 LARGEST = torch.finfo(torch.float32).max
 
 
+class Matrix(NamedTuple):
+    """A tensor's range in the bucket, its shape n x m, and its rank; 0 if it is not compressed."""
+
+    place: slice
+    n: int
+    m: int
+    rank: int
+
+
+class LowRank(MultiRoundCompressor):
+    """One power iteration per matrix in two rounds; the state begins with Q^T, r rows of m each."""
+
+    scratch = True
+
+    @abstractmethod
+    def rank_of(self, shape: Sequence[int]) -> int:
+        """Return the rank for a matrix of this shape, n x m; 0 sends it uncompressed."""
+
+    @abstractmethod
+    def following(self, p: Sequence[Tensor], q: Sequence[Tensor], ctx: Context) -> Sequence[Tensor]:
+        """Return the parts of the next state, given P^, (r, n), and Q', (r, m), of each matrix."""
+
+    def tensors(self, segments: Segments) -> list[Matrix]:
+        """Return all tensors of the bucket; those of fewer than two dimensions have rank 0."""
+        result = []
+        for start, shape in segments.tensors:
+            n, m = shape[0] if shape else 1, math.prod(shape[1:])
+            rank = self.rank_of((n, m)) if len(shape) > 1 else 0
+            result.append(Matrix(slice(start, start + n * m), n, m, rank))
+        return result
+
+    def matrices(self, segments: Segments) -> list[Matrix]:
+        """Return the tensors that are compressed."""
+        return [t for t in self.tensors(segments) if t.rank]
+
+    def initial_state(self, ctx: Context) -> Tensor:
+        """Return N(0, 1) draws for all Q, float32, 1-D."""
+        return normal(ctx.key, sum(t.rank * t.m for t in self.matrices(ctx.segments)))
+
+    def in_rounds(
+        self, x: Tensor, state: Tensor, ctx: Context
+    ) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Run one power iteration per matrix; `p` and `q` are P^T, (r, n), and Q^T, (r, m)."""
+        chosen = self.matrices(ctx.segments)
+        whole = [x[t.place].view(t.n, t.m) for t in chosen]
+
+        products = (q @ matrix.T for q, matrix in zip(right(state, chosen), whole, strict=True))
+        tensors = self.tensors(ctx.segments)
+        mean = yield joined(x, [next(products) if t.rank else x[t.place] for t in tensors])
+
+        first, p = mean, self._left(mean, ctx.segments)
+        mean = yield joined(x, [p_i @ matrix for p_i, matrix in zip(p, whole, strict=True)])
+
+        q = right(check_finite(mean), chosen)
+        return self._rebuild(first, p, q, ctx), joined(x, self.following(p, q, ctx))
+
+    def decode(self, payload: Payload, ctx: Context) -> Tensor:
+        """Return the result of the rounds: P^ Q'^T, and the uncompressed tensors."""
+        first, second = map(check_finite, payload.parts)
+        p, q = self._left(first, ctx.segments), right(second, self.matrices(ctx.segments))
+        return self._rebuild(first, p, q, ctx)
+
+    def _pieces(self, mean: Tensor, segments: Segments) -> list[tuple[Tensor, Matrix]]:
+        """Return the first round's mean of each tensor: P^T, (r, n), or the tensor."""
+        tensors = self.tensors(segments)
+        sizes = [t.rank * t.n if t.rank else t.n * t.m for t in tensors]
+        return [*zip(torch.split(mean, sizes), tensors, strict=True)]
+
+    def _left(self, mean: Tensor, segments: Segments) -> list[Tensor]:
+        """Return P^T, (r, n), of each matrix, orthonormalized."""
+        pieces = self._pieces(check_finite(mean), segments)
+        return [ops.lowrank.orthonormalize(x.view(t.rank, t.n)) for x, t in pieces if t.rank]
+
+    def _rebuild(
+        self, mean: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], ctx: Context
+    ) -> Tensor:
+        """Return P^ Q'^T of each matrix, and the other tensors from the first mean."""
+        out = mean.new_empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        factors = zip(p, q, strict=True)
+        for piece, t in self._pieces(mean, ctx.segments):
+            if t.rank:
+                ops.lowrank.product(*next(factors), out=out[t.place])
+            else:
+                torch.clamp(piece, -LARGEST, LARGEST, out=out[t.place])
+        return out
+
+    def layout(self, segments: Segments, count: int = 1) -> Layout:
+        tensors = self.tensors(segments)
+        first = sum(t.rank * t.n if t.rank else t.n * t.m for t in tensors)
+        return ((torch.float32, first), (torch.float32, sum(t.rank * t.m for t in tensors)))
+
+
 @dataclass(frozen=True)
-class PowerSGD(MultiRoundCompressor):
+class PowerSGD(LowRank):
     """Low-rank approximation in two rounds; the state is Q of all matrices, r rows of m each."""
 
     rank: int = 2  # columns of P and Q; the paper uses 2 for images, 4 for language
     warm_start: bool = True  # False: draw a new Q at every step
 
     memory: ClassVar[str] = "residual"
-    scratch = True
     variants = ({}, {"rank": 1}, {"rank": 4}, {"warm_start": False})
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank={self.rank}: expected at least 1 column")
 
-    def _tensors(self, segments: Segments) -> Iterator[tuple[slice, int, int]]:
-        """Yield each tensor's range in the bucket, and n, m, or size, 0 if it is not compressed."""
-        for start, shape in segments.tensors:
-            n, m = shape[0] if shape else 1, math.prod(shape[1:])
-            thin = len(shape) > 1 and self.rank * (n + m) < n * m
-            yield (slice(start, start + n * m), *((n, m) if thin else (n * m, 0)))
+    def rank_of(self, shape: Sequence[int]) -> int:
+        n, m = shape
+        return self.rank if self.rank * (n + m) < n * m else 0
 
-    def _sizes(self, segments: Segments, part: int) -> list[int]:
-        """Return the number of values of each tensor in round `part`."""
-        shapes = [(n, m) for _, n, m in self._tensors(segments)]
-        return [self.rank * m if part else self.rank * n if m else n for n, m in shapes]
-
-    def initial_state(self, ctx: Context) -> Tensor:
-        """Return N(0, 1) draws for all Q, float32, 1-D."""
-        return normal(ctx.key, sum(self._sizes(ctx.segments, 1)))
-
-    def in_rounds(
-        self, x: Tensor, state: Tensor, ctx: Context
-    ) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Run one power iteration per matrix; `p` and `q` are P^T, (r, n), and Q^T, (r, m)."""
-        tensors = list(self._tensors(ctx.segments))
-        matrices = [x[place].view(n, m) for place, n, m in tensors if m]
-
-        q = self._factors(state, [m for _, _, m in tensors if m])
-        p = [q_i @ matrix.T for q_i, matrix in zip(q, matrices, strict=True)]
-        products = iter(p)
-        mean = yield _joined(x, [next(products) if m else x[place] for place, _, m in tensors])
-
-        pieces = torch.split(check_finite(mean), self._sizes(ctx.segments, 0))
-        p = [
-            ops.lowrank.orthonormalize(piece.view(self.rank, n))
-            for piece, (_, n, m) in zip(pieces, tensors, strict=True)
-            if m
-        ]
-        mean = yield _joined(x, [p_i @ matrix for p_i, matrix in zip(p, matrices, strict=True)])
-
-        q = self._factors(check_finite(mean), [m for _, _, m in tensors if m])
-        out = torch.empty_like(x) if ctx.out is None else ctx.out
-        self._rebuild(pieces, p, q, ctx.segments, out)
+    def following(self, p: Sequence[Tensor], q: Sequence[Tensor], ctx: Context) -> Sequence[Tensor]:
         if not self.warm_start:
-            return out, self.initial_state(ctx._replace(key=ctx.key._replace(step=ctx.step + 1)))
-        return out, _joined(x, [ops.lowrank.orthonormalize(q_i) for q_i in q])
-
-    def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        """Return the result of the rounds: P^ Q'^T, and the uncompressed tensors."""
-        first, second = map(check_finite, payload.parts)
-        shapes = [(n, m) for _, n, m in self._tensors(ctx.segments)]
-        pieces = torch.split(first, self._sizes(ctx.segments, 0))
-        p = [
-            ops.lowrank.orthonormalize(piece.view(self.rank, n))
-            for piece, (n, m) in zip(pieces, shapes, strict=True)
-            if m
-        ]
-        q = self._factors(second, [m for _, m in shapes if m])
-        out = first.new_empty(ctx.segments.numel) if ctx.out is None else ctx.out
-        self._rebuild(pieces, p, q, ctx.segments, out)
-        return out
-
-    def _rebuild(
-        self,
-        pieces: Sequence[Tensor],
-        p: Sequence[Tensor],
-        q: Sequence[Tensor],
-        segments: Segments,
-        out: Tensor,
-    ) -> None:
-        """Write P^ Q'^T of each matrix, and the other tensors from the first mean, to `out`."""
-        factors = zip(p, q, strict=True)
-        for piece, (place, _, m) in zip(pieces, self._tensors(segments), strict=True):
-            if m:
-                ops.lowrank.product(*next(factors), out=out[place])
-            else:
-                torch.clamp(piece, -LARGEST, LARGEST, out=out[place])
-
-    def _factors(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Split values into matrices of r rows of these lengths."""
-        pieces = torch.split(values, [self.rank * length for length in lengths])
-        return [piece.view(self.rank, -1) for piece in pieces]
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout:
-        first, second = (sum(self._sizes(segments, part)) for part in (0, 1))
-        return ((torch.float32, first), (torch.float32, second))
+            return [self.initial_state(ctx._replace(key=ctx.key._replace(step=ctx.step + 1)))]
+        return [ops.lowrank.orthonormalize(q_i) for q_i in q]
 
 
-def _joined(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+def right(values: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+    """Return Q^T, (r, m), of each matrix; they are the first values."""
+    sizes = [t.rank * t.m for t in matrices]
+    pieces = torch.split(values[: sum(sizes)], sizes)
+    return [piece.view(t.rank, t.m) for piece, t in zip(pieces, matrices, strict=True)]
+
+
+def joined(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """Concatenate all values; infinities become the largest float32, NaN becomes 0."""
     return torch.cat([x.new_empty(0), *(piece.view(-1) for piece in pieces)]).nan_to_num_()
 
@@ -178,19 +203,16 @@ class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
         if not self.codec.warm_start:
             return None
         total = 0.0
-        for place, n, m in self.codec._tensors(ctx.segments):
-            if m:
-                squares = torch.linalg.svdvals(x[place].double().view(n, m)).square()
-                best = float(squares[self.codec.rank :].sum())
-                total += 1.01 * best + 1e-6 * float(squares.sum())
+        for t in self.codec.matrices(ctx.segments):
+            squares = torch.linalg.svdvals(x[t.place].double().view(t.n, t.m)).square()
+            total += 1.01 * float(squares[t.rank :].sum()) + 1e-6 * float(squares.sum())
         return total
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
         """Return the bound in expectation over Q, with a margin for rounding."""
         return sum(
-            (1 - self.codec.rank / min(n, m) + 2**-18) * float(x[place].double().square().sum())
-            for place, n, m in self.codec._tensors(ctx.segments)
-            if m
+            (1 - t.rank / min(t.n, t.m) + 2**-18) * float(x[t.place].double().square().sum())
+            for t in self.codec.matrices(ctx.segments)
         )
 
     def delta(self, segments: Segments) -> float | None:
@@ -200,5 +222,5 @@ class PowerSGDClaims(Claims[PowerSGD], of=PowerSGD):
         """
         if self.codec.warm_start:
             return None
-        shapes = [(n, m) for _, n, m in self.codec._tensors(segments) if m]
-        return min((self.codec.rank / min(shape) for shape in shapes), default=1.0) - 2.0**-18
+        matrices = self.codec.matrices(segments)
+        return min((t.rank / min(t.n, t.m) for t in matrices), default=1.0) - 2.0**-18

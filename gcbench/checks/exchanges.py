@@ -17,6 +17,7 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     Compressor,
     Context,
+    Key,
     MultiRoundCompressor,
     Segments,
     reencodes,
@@ -356,7 +357,31 @@ def updates(method: Compressor) -> Measurement:
                 where = f"{workers} worker(s), {n:,} elements, scale 2^{exponent}"
                 return Measurement(f"step {step} differs", "the same bits", False, where)
             done += 1
+    if fault := unsynchronized(method):
+        return Measurement(fault, "1e-4", False, "different gradients")
     return Measurement(f"{done} steps equal", "the same bits", True)
+
+
+def unsynchronized(method: Compressor) -> str:
+    """Return a step at which workers differ from `Claims.synchronized` on averaged gradients.
+
+    They are small, so that an update rule's epsilon matters.
+    """
+    n, scale = sum(map(math.prod, RULE_SHAPES)), 2.0**-20
+    draws = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(6)]
+    steps = [[scale * x for x in xs] for xs in draws]
+    means = [torch.stack(xs).double().mean(0) for xs in steps]
+    ctx = Context(calls.segments_of(method, RULE_SHAPES), key=Key(7, 0, 0))
+    declared = method.claims.synchronized(means, ctx)
+    if declared is None:
+        return ""
+    collective, carried = method.legal_collectives()[0], memory.of(method)
+    actual, _ = exchange_steps(method, collective, steps, RULE_SHAPES, carried, method.rule)
+    for step, (update, want) in enumerate(zip(actual, declared, strict=True)):
+        off = float((update - want).abs().max() / want.abs().max())
+        if not off <= 1e-4:
+            return f"step {step} is off by {off:.2g}"
+    return ""
 
 
 def carried_tensors(running: Exchange) -> Iterator[Tensor]:

@@ -243,6 +243,7 @@ def load(mutant: Mutant | None, file: str) -> list[type[Compressor]]:
                 and issubclass(value, Compressor)
                 and value.__module__ == module.__name__
                 and not stem.startswith("_")
+                and not inspect.isabstract(value)
             ):
                 value.name = stem
                 classes.append(value)

@@ -194,6 +194,14 @@ class Claims(Generic[C]):
         """
         return None
 
+    def synchronized(self, means: Iterable[Tensor], ctx: Context) -> Iterator[Tensor] | None:
+        """Yield the float64 directions of the uncompressed optimizer, for averaged gradients.
+
+        For methods in rounds whose update rule is as exact: with any number of workers they must
+        match them up to rounding. `ctx` is that of the first step. None: not declared.
+        """
+        return None
+
     # The bytes.
 
     @property

@@ -380,8 +380,9 @@ class MultiRoundCompressor(Compressor):
         It yields this worker's summand of each round, float32, 1-D, and receives the mean over all
         workers, which stays valid until the end of the step. After the last mean it returns the
         approximate mean gradient, float32, shape (n,), which it may write to `ctx.out`, and the
-        state for the next step. Both depend only on the means and `state`. `ctx.key` is the same on
-        every worker. In a simulation, only one worker runs to the end.
+        state for the next step, which the update rule may read. Both depend only on the means and
+        `state`. `ctx.key` is the same on every worker. In a simulation, only one worker runs to the
+        end.
         """
 
     def draw_shared(self, ctx: Context) -> Tensor | None:

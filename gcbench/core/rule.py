@@ -44,9 +44,19 @@ class UpdateRule:
         """Return the direction of the step, float32, (n,), for the mean that the memory returned.
 
         `mean` may be modified in place. The result may be `mean` or a buffer of `ctx.joint`.
+        `ctx.joint["state"]` has the state for the next step of a method in rounds (do not modify
+        it); it is absent where tensors are exchanged in fp32.
         `ctx.step` counts from 0; `ctx.lr` is the learning rate of the step.
         """
         return mean
+
+    def in_fp32(self, step: int) -> bool:
+        """Return whether this step is one of `dense` rule and memory, after `start_step`, too."""
+        return False
+
+    def switches(self, step: int) -> bool:
+        """Return whether `in_fp32` changes between the previous step and this one."""
+        return step > 0 and self.in_fp32(step) != self.in_fp32(step - 1)
 
     def dense(self) -> UpdateRule:
         """Return the rule for exact communication: tensors kept dense, and fp32 steps."""

@@ -91,7 +91,7 @@ class Settings(HookSettings):
                 [placed.shape for placed in tensors],
                 tensors[0].start,
                 *self.at(step),
-                exact=dense or step < self.start_step,
+                exact=dense or step < self.start_step or self.at(step)[0].rule.in_fp32(step),
             )
             for tensors, dense in zip(plan.lanes, plan.dense, strict=True)
         ]

@@ -79,7 +79,8 @@ class Level:
 
     def begin(self, step: int, rates: Rates) -> bool:
         """Begin a step: its stage, rates and loss scale; return whether to look at residuals."""
-        if step and step in self.stages:
+        switches = any(lane.rule.switches(step) for lane in self.exchange.lanes)
+        if step and (switches or step in self.stages):
             self.exchange.change(self.lanes(step))
         current, scale = self.rates(rates), rates.scale
         self.exchange.follow(current, scale)

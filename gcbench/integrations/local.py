@@ -5,7 +5,8 @@ every `every` optimizer steps, a round, the ranks exchange the differences betwe
 parameters x and theirs by a compressor. An outer SGD uses the mean as the gradient at x: with a
 learning rate of 1 and no momentum it averages the parameters (McMahan et al. 2017,
 arXiv:1602.05629); with 0.7, 0.9 and Nesterov momentum it is DiLoCo (Douillard et al. 2023,
-arXiv:2311.08105, algorithm 1). All ranks start the next round at the new x.
+arXiv:2311.08105, algorithm 1). All ranks start the next round at the new x. With `fragments`,
+`delay` and `blend` parts of the model are exchanged in turn (`gcbench.core.fragments`).
 
 The result equals `gcbench run --local-steps` on the same examples, bit for bit.
 """
@@ -13,7 +14,7 @@ The result equals `gcbench run --local-steps` on the same examples, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Lane, classifier, dense_tensors, lane_of
+from gcbench.core.fragments import Rounds, of_names
 from gcbench.integrations import agreement, arguments, check, handshake
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.handshake import Roster
@@ -41,13 +43,29 @@ class Settings(HookSettings):
     """The arguments of `local_steps`."""
 
     every: int
+    fragments: int
+    delay: int
+    blend: float
     dense_last: bool
     outer_lr: float
     outer_momentum: float
     outer_nesterov: bool
 
+    @property
+    def rounds(self) -> Rounds:
+        """When fragments are exchanged."""
+        return Rounds(self.every, self.fragments, self.delay)
+
     def check(self) -> None:
         """Raise UsageError for values that do not work together."""
+        if not self.every:
+            raise UsageError("every=0: expected at least 1 optimizer step per round")
+        try:
+            self.rounds.check("every")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if self.blend >= 1:
+            raise UsageError(f"blend={self.blend}: expected at least 0, below 1")
         for method in self.methods.values():
             if not method.rule.plain:
                 raise UsageError(
@@ -69,6 +87,9 @@ def local_steps(
     compressor: str | Compressor,
     *,
     every: int,
+    fragments: int = 1,
+    delay: int = 0,
+    blend: float = 0.0,
     memory: str | None = None,
     memory_options: Mapping[str, Any] | None = None,
     collective: str | None = None,
@@ -86,7 +107,8 @@ def local_steps(
     """Exchange parameters of a plain module after every `every` steps of its optimizer.
 
     All ranks of the job call it, with equal parameters. The loop then calls `optimizer.step()` as
-    before. If the number of steps is not a multiple of `every`, call `exchange()` at the end.
+    before. Call `exchange()` after the last step, unless their number is a multiple of `every` and
+    `fragments`, `delay` and `blend` have their defaults.
 
     Args:
         model: the module, without DistributedDataParallel.
@@ -94,6 +116,10 @@ def local_steps(
         compressor: a registered name (`gcbench list compressors`), a file (./mine.py), or a
             compressor.
         every: optimizer steps per round.
+        fragments: parts of the model that are exchanged in turn, each once per round; divides
+            `every`.
+        delay: steps until a rank takes over the result of an exchange; below every / fragments.
+        blend: share of a rank's own parameters that stays when it does, at least 0 and below 1.
         memory: name or file of the memory; default the method's.
         memory_options: fields of the memory.
         collective: one of the method's legal ones; default the first of them.
@@ -130,14 +156,15 @@ def local_steps(
             on_nonfinite="stop",
         ),
         every=arguments.integer("every", every),
+        fragments=arguments.integer("fragments", fragments),
+        delay=arguments.integer("delay", delay),
+        blend=arguments.number("blend", blend),
         dense_last=arguments.flag("dense_last", dense_last),
         outer_lr=arguments.number("outer_lr", outer_lr, finite=True),
         outer_momentum=arguments.number("outer_momentum", outer_momentum, finite=True),
         outer_nesterov=arguments.flag("outer_nesterov", outer_nesterov),
     )
     settings.check()
-    if not settings.every:
-        raise UsageError("every=0: expected at least 1 optimizer step per round")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"optimizer={optimizer!r:.80}: expected a torch.optim.Optimizer")
     if isinstance(model, DistributedDataParallel):
@@ -225,11 +252,14 @@ class LocalSteps(Hook):
         shapes = {name: tuple(p.shape) for name, p in named.items()}
         last = classifier(model) if settings.dense_last else []
         dense = dense_tensors([*named], [*shapes.values()], settings.dense_below, last)
-        # The order of `gcbench run`: the compressed parameters, then those that stay in fp32.
-        kinds = [
-            (k, [n for n, d in zip(named, dense, strict=True) if d == k]) for k in (False, True)
+        # The order of `gcbench run`: by fragment the compressed parameters, then those in fp32.
+        kinds = [*zip(of_names([*named], settings.fragments), dense, strict=True)]
+        groups = [
+            (kind[1], [name for name, k in zip(named, kinds, strict=True) if k == kind])
+            for kind in sorted({*kinds})
         ]
-        groups = [(kind, names) for kind, names in kinds if names]
+        self._fragments = [fragment for fragment, _ in sorted({*kinds})]
+        """The fragment of each lane."""
         self._names = [name for _, names in groups for name in names]
         self._parameters = [named[name] for name in self._names]
         self._common_x = [p.detach().clone() for p in self._parameters]
@@ -261,6 +291,7 @@ class LocalSteps(Hook):
         self._summary = {
             **self._summarize(settings.summary(), len(named), self._level.numel, layout),
             **{name: getattr(settings, name) for name in ("every", "dense_last", "outer_lr")},
+            **{name: getattr(settings, name) for name in ("fragments", "delay", "blend")},
             "outer_momentum": settings.outer_momentum,
             "outer_nesterov": settings.outer_nesterov,
         }
@@ -278,18 +309,26 @@ class LocalSteps(Hook):
     # -- rounds ------------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
-        """Count an optimizer step; at the end of a round, exchange."""
+        """Count an optimizer step; exchange a fragment, and take one over, if it is their turn."""
         self.raise_failure()
-        exchange, step = self._level.exchange, self._step
-        if step and step in self.settings.stages:
-            exchange.change(self._level.lanes(step))
+        settings, rounds = self.settings, self.settings.rounds
+        if self._step and self._step in settings.stages:
+            self._level.exchange.change(self._level.lanes(self._step))
         self._step += 1
         self._since += 1
-        if self._step % self.settings.every == 0:
-            self.exchange()
+        sent = rounds.sent(self._step)
+        if sent:
+            self._send(sent)
+        if settings.delay < self._since:  # otherwise `exchange` was called in between
+            self._take_over(rounds.taken(self._step), settings.blend)
+        if sent and settings.fragments == 1 and not (settings.delay or settings.blend):
+            self._since = 0
 
     def exchange(self) -> None:
-        """Exchange now, if this rank has made a step since the last exchange. All ranks call it.
+        """Exchange what remains, if this rank has made a step since; then all ranks are equal.
+
+        All ranks call it. As after the last step of a run, fragments that were sent within `delay`
+        steps are not sent again.
 
         Raises:
             gcbench.core.errors.DivergedError: a rank's parameters are not finite: on every rank.
@@ -299,38 +338,60 @@ class LocalSteps(Hook):
         self.raise_failure()
         if not self._since:
             return
+        settings = self.settings
+        sent = settings.rounds.recent(self._step, min(settings.delay + 1, self._since))
+        if rest := {*self._fragments} - sent:
+            self._send(rest)
+        self._take_over(self._fragments, 0.0)
+        self._since = 0
+
+    def _send(self, fragments: Collection[int]) -> None:
+        """Exchange fragments, and update their common parameters."""
         try:
             with torch.no_grad():
-                self._round()
+                self._round(fragments)
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _round(self) -> None:
+    @torch.no_grad()
+    def _take_over(self, fragments: Collection[int], blend: float) -> None:
+        """Set parameters of fragments to `blend` times theirs plus 1 - `blend` times the common."""
+        chosen = self._in(fragments)
+        for name, x, parameter in zip(self._names, self._common_x, self._parameters, strict=True):
+            if name in chosen and blend:
+                parameter.mul_(blend).add_(x, alpha=1 - blend)
+            elif name in chosen:
+                parameter.copy_(x)
+
+    def _in(self, fragments: Collection[int]) -> set[str]:
+        """Return the names of the parameters of fragments."""
+        pairs = zip(self._level.names, self._fragments, strict=True)
+        return {name for names, fragment in pairs if fragment in fragments for name in names}
+
+    def _round(self, fragments: Collection[int]) -> None:
         level, step = self._level, self._step - 1
         pairs = zip(self._common_x, self._parameters, strict=True)
         difference = torch.cat([(x.reshape(-1) - p.reshape(-1)) for x, p in pairs])
-        fault, start = None, 0
-        for number, parts in enumerate(level.parts):
-            stop = start + parts[-1].stop
-            if fault is None and (name := level.nonfinite(number, difference[start:stop])):
+        fault, sizes = None, [parts[-1].stop for parts in level.parts]
+        for number, part in enumerate(torch.split(difference, sizes)):
+            if fault is None and (name := level.nonfinite(number, part)):
                 fault = Fault.of(check.diverged(level.world.rank, name, step), step)
-            start = stop
         common = self._common("exchange of local steps", step, [level])
         if (fault := self._agree([level], fault, common)) is not None:
             raise fault.error
-        mean = level.exchange.mean([difference], step, self.settings.outer_lr)
-        values = {"position": "end of a round", "step": step, "mean": agreement.digest(mean)}
+        lanes = [i for i, fragment in enumerate(self._fragments) if fragment in fragments]
+        mean = level.exchange.mean([difference], step, self.settings.outer_lr, lanes)
+        chosen = self._in(fragments)
+        pieces = torch.split(mean, [x.numel() for x in self._common_x])
+        for name, x, piece in zip(self._names, self._common_x, pieces, strict=True):
+            x.grad = piece.view_as(x) if name in chosen else None
+        sent = torch.cat([x.grad.view(-1) for x in self._common_x if x.grad is not None])
+        values = {"position": "end of a round", "step": step, "mean": agreement.digest(sent)}
         if (fault := self._agree([level], None, Common.of(values))) is not None:
             raise fault.error
-        pieces = torch.split(mean, [x.numel() for x in self._common_x])
-        for x, piece in zip(self._common_x, pieces, strict=True):
-            x.grad = piece.view_as(x)
         self._outer.step()
-        for x, parameter in zip(self._common_x, self._parameters, strict=True):
-            x.grad = None
-            parameter.copy_(x)
-        self._since = 0
+        self._outer.zero_grad()
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from gcbench.core import memory, registry, rule, schedule
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import DivergedError, GcbenchError, UsageError, unknown
 from gcbench.core.exchange import check_legal, check_trim
+from gcbench.core.fragments import Rounds
 from gcbench.core.memory import Memory
 from gcbench.core.task import Task
 from gcbench.core.values import text
@@ -30,7 +31,6 @@ from gcbench.results.run_folder import RunFolder
 from gcbench.results.schema import SCHEMA
 from gcbench.results.settings import DEFAULTS, SET_FLAGS, Settings
 from gcbench.training import limits, rank
-from gcbench.training.fragments import Rounds
 
 
 class Config(Settings):
@@ -187,17 +187,7 @@ class Config(Settings):
         for key, reason in reasons.items():
             if getattr(self, key):
                 raise ValueError(f"{key} with local_steps: {reason}; leave one of them out")
-        apart, rest = divmod(self.local_steps, self.fragments)
-        if rest or not apart:
-            raise ValueError(
-                f"fragments={self.fragments} with local_steps={self.local_steps}: expected a "
-                f"divisor of local_steps, or local_steps={self.fragments * max(1, apart)}"
-            )
-        if self.delay >= apart:
-            raise ValueError(
-                f"delay={self.delay}: the next exchange follows after {apart} step(s); expected "
-                "fewer"
-            )
+        self.rounds.check("local_steps")
         if self.gradients == "batched":
             raise ValueError(
                 "gradients=batched is one pass over common parameters, but with local_steps they "

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from gcbench import ops
-from gcbench.core import progress, purposes, registry
+from gcbench.core import fragments, progress, purposes, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
@@ -42,7 +42,7 @@ from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, fragments, preflight, sinks
+from gcbench.training import captures, configuration, preflight, sinks
 from gcbench.training.adversaries import attack
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
@@ -229,7 +229,7 @@ class Trainer:
         config, carried = self.config, self.config.make_memory()
         method, start, lanes = config.make_compressor(step), 0, []
         for _, dense, shapes in self.groups:
-            exact = dense or step < config.start_step
+            exact = dense or step < config.start_step or method.rule.in_fp32(step)
             way = (method, config.collective, carried)
             lanes.append(lane_of(shapes, start, *way, exact=exact, trim=config.trim))
             start += lanes[-1].segments.numel
@@ -433,7 +433,8 @@ class Trainer:
         """Run one training step; return the losses of the local workers."""
         self.clock.start_step()
         config = self.config
-        if self.step in self.stages and self.step:
+        switches = any(lane.rule.switches(self.step) for lane in self.exchange.lanes)
+        if self.step and (switches or self.step in self.stages):
             self.exchange.change(self._lanes(self.step))
         buckets, losses = self._gradients()
         if self.recorder is not None:
@@ -719,8 +720,8 @@ class Trainer:
             for moment in moments.values():
                 if isinstance(moment, Tensor) and moment.ndim:
                     fitting(moment, like)
-        for start in sorted(self.stages):
-            if start < self.step:
+        for start in [*sorted(self.stages), self.step - 1]:
+            if 0 <= start < self.step and exchange.lanes:
                 exchange.change(self._lanes(start))
         late = None if state["late"] is None else state["late"].to(self.device)
         self.late = None if late is None else fitting(late, self.buckets[0])

@@ -450,9 +450,9 @@ class DirtyRounds(POWER):
     def in_rounds(self, x, state, ctx):
         before = torch.zeros(len(x)) if ctx.out is None else ctx.out.clone()
         out, final = yield from super().in_rounds(x, state, ctx)
-        for place, _, m in self._tensors(ctx.segments):
-            if not m:
-                out[place] += before[place]
+        for t in self.tensors(ctx.segments):
+            if not t.rank:
+                out[t.place] += before[t.place]
         return out, final
 
 

@@ -737,10 +737,10 @@ class FirstFactor(POWER):
         rounds = super().in_rounds(x, state, ctx)
         mean = yield next(rounds)
         mean = (yield rounds.send(mean)).clone()
-        pieces = torch.split(mean, self._sizes(ctx.segments, 1))
-        for piece, (_, _, m) in zip(pieces, self._tensors(ctx.segments), strict=True):
-            if m:
-                piece.view(self.rank, m)[1:] = 0
+        start = 0
+        for t in self.matrices(ctx.segments):
+            mean[start + t.m : start + t.rank * t.m] = 0
+            start += t.rank * t.m
         try:
             rounds.send(mean)
         except StopIteration as done:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from commands import invoke
 from gcbench.compressors.onebitadam import ExchangedMomentum, FrozenAdam
 
 import gcbench
-from gcbench.core import memory
+from gcbench.core import memory, registry
 from gcbench.core.compressor import Context, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, lane_of
@@ -37,8 +39,8 @@ def run(simulated, clock, grads, warm_up, collective="twoshot", code="onebitadam
     clock.start_step()
     theta, path = torch.zeros(n), []
     for step in range(steps):
-        if step == warm_up:
-            created.change([lossy])
+        if step >= warm_up:
+            created.change([exact if method.rule.in_fp32(step) else lossy])
         direction = created.mean(list(grads[step]), step, LR)
         theta = theta.sub(direction, alpha=LR)
         path.append(theta.clone())
@@ -79,17 +81,18 @@ def test_the_warm_up_is_torchs_adam(simulated, clock):
         torch.testing.assert_close(path[step], theta.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_exchanged_momentum_by_its_definition(simulated, clock):
+@pytest.mark.parametrize(("refresh", "updates"), [(0, set()), (2, {6, 10})])
+def test_the_exchanged_momentum_by_its_definition(simulated, clock, refresh, updates):
     """The recursions of algorithm 1 in float64, at two workers and by all-gather."""
     grads, warm_up = gradients(12, 2, 300), 4
-    path, created = run(simulated, clock, grads, warm_up, "allgather")
-    m, v, theta = (torch.zeros(300, dtype=torch.float64) for _ in range(3))
+    path, created = run(simulated, clock, grads, warm_up, "allgather", refresh=refresh)
+    m, frozen, theta = (torch.zeros(300, dtype=torch.float64) for _ in range(3))
     errors = torch.zeros(2, 300, dtype=torch.float64)
     for t, g in enumerate(grads.double(), 1):
-        if t <= warm_up:
+        if t <= warm_up or t in updates:
             m = B1 * m + (1 - B1) * g.mean(0)
-            v = B2 * v + (1 - B2) * g.mean(0).square()
-            frozen = v / (1 - B2**t)
+            weight = (1 - B2) / (1 - B2**t)
+            frozen = (1 - weight) * frozen + weight * g.mean(0).square()
         else:
             p = B1 * m + (1 - B1) * g + errors
             c = p.abs().mean(1, keepdim=True) * torch.where(p >= 0, 1.0, -1.0)
@@ -134,6 +137,37 @@ def test_elements_without_gradient_do_not_move(simulated, clock):
     assert float(created.joint[0]["momentum"][100:].abs().min()) > 0
     assert not path[-1][100:].any()
     assert float(path[-1][:100].abs().min()) > 0
+
+
+@pytest.mark.parametrize("refresh", [1, 2, 5, 16])
+def test_the_second_moment_is_refreshed_at_growing_intervals(refresh):
+    """t_(j+1) = t_j + 2^floor(j / refresh), from t_0 = 0."""
+    steps = list(
+        itertools.takewhile(
+            lambda t: t <= 3000, itertools.accumulate(2 ** (j // refresh) for j in range(3000))
+        )
+    )
+    rule = gcbench.get_compressor("onebitadam", refresh=refresh).rule
+    assert [step + 1 for step in range(3000) if rule.in_fp32(step)] == steps
+    assert not any(gcbench.get_compressor("onebitadam").rule.in_fp32(step) for step in range(100))
+
+
+def test_a_run_refreshes_it_in_every_engine(tmp_path):
+    """Steps 1, 2, 4, 6 and 10 send 32 bits per element, the others 1 and a scale per tensor."""
+    words = ("run", "--task", "digits", "--compressor", "onebitadam", "--set", "refresh=2")
+    words = (*words, "--start-step", 2, "--steps", 11, "--workers", 2, "--collective", "allgather")
+    words = (*words, "--results", tmp_path, "--json", "--progress", "none")
+    runs = invoke(*words, "--engine", "simulate,spawn,ddp").json
+    assert len({run["params_sha256"] for run in runs}) == 1
+    model = registry.task("digits").model()
+    bits = sum(4 * -(-p.numel() // 32) + 4 for p in model.parameters())
+    numel = sum(p.numel() for p in model.parameters())
+    assert {run["payload_bytes_up"] for run in runs} == {5 * 4 * numel + 6 * bits}
+
+
+def test_a_negative_refresh_is_refused():
+    with pytest.raises(UsageError, match="refresh=-1"):
+        gcbench.get_compressor("onebitadam", refresh=-1)
 
 
 def test_fields_reach_all_three_parts():

@@ -31,8 +31,15 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"compressor": "int8", "local_steps": 3, "dense_below": 100, **DILOCO},
     "stages": {"compressor": "topk", "options": {"ratio": {0: 0.5, 3: 0.1}}, "local_steps": 2},
     "start": {"compressor": "onebit", "start_step": 5, "local_steps": 3, "dense_last": True},
+    "fragments": {
+        **{"compressor": "sparseloco", "local_steps": 6, "fragments": 2, "delay": 2, "blend": 0.5},
+        **{"dense_below": 100, **DILOCO},
+    },
+    "on the way": {"compressor": "int8", "local_steps": 8, "fragments": 2, "delay": 2},
+    "blended": {"compressor": "onebit", "local_steps": 2, "blend": 0.25, "outer_lr": 0.5},
 }
 """Configs of `gcbench run`, of which `arguments` makes those of `local_steps`."""
+RESUMED = ("sparse", "stages", "fragments", "on the way")
 JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
 
 
@@ -45,6 +52,7 @@ def arguments(config: Config) -> dict[str, Any]:
     """Return the arguments of `local_steps` for a config."""
     names = ("dense_below", "dense_last", "start_step", "seed", "memory", "memory_options")
     names = (*names, "collective", "outer_lr", "outer_momentum", "outer_nesterov")
+    names = (*names, "fragments", "delay", "blend")
     return {name: getattr(config, name) for name in names} | config.options
 
 
@@ -97,11 +105,11 @@ def equal(rank: int, size: int) -> dict[str, Any]:
 def resumed(rank: int, size: int) -> dict[str, Any]:
     """Save in the middle of a round, and resume in new objects."""
     result: dict[str, Any] = {}
-    for name in ("sparse", "stages"):
+    for name in RESUMED:
         config = Config.make({**COMMON, **CASES[name]})
         loop = Loop(config, rank)
         steps = loop.local_steps()
-        loop.run(range(5))
+        loop.run(range(5))  # of "on the way" fragment 1 was sent after step 4
         saved = loop.model.state_dict(), loop.optimizer.state_dict(), steps.state_dict()
         steps.close()
         again = Loop(config, rank)
@@ -126,6 +134,23 @@ def resumed(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def between(rank: int, size: int) -> dict[str, Any]:
+    """Exchange everything after step 5 while fragment 1 is on its way until step 6."""
+    loop = Loop(Config.make({**COMMON, **CASES["on the way"]}), rank)
+    steps = loop.local_steps()
+    loop.run(range(5))
+    before = [digest(p.detach()) for p in loop.model.parameters()]
+    steps.exchange()
+    after, sent = digest(loop.flat()), steps.traffic.payload_up
+    steps.exchange()
+    loop.run(range(5, 6))
+    later = [digest(p.detach()) for p in loop.model.parameters()]
+    same = steps.traffic.payload_up == sent
+    steps.close()
+    return {"before": before, "after": after, "later": later, "same": same}
+
+
+@job
 def faults(rank: int, size: int) -> dict[str, Any]:
     """Ranks that differ, diverge or stop."""
     config, result = Config.make({**COMMON, **CASES["int8"]}), {}
@@ -134,6 +159,7 @@ def faults(rank: int, size: int) -> dict[str, Any]:
         next(other.model.parameters()).add_(rank)
     result["parameters"] = refused(other.local_steps)
     result["every"] = refused(lambda: Loop(config, rank).local_steps(every=2 + rank))
+    result["blocks"] = refused(lambda: Loop(config, rank).local_steps(every=9, fragments=9))
     loop = Loop(config, rank)
     loop.local_steps()
     if rank == 1:

@@ -34,7 +34,7 @@ def test_a_loop_equals_a_run_bit_for_bit(name, tmp_path, simulated):
     assert first["step"] == config.steps
 
 
-@pytest.mark.parametrize("name", ["sparse", "stages"])
+@pytest.mark.parametrize("name", local_jobs.RESUMED)
 def test_a_loop_resumed_in_a_round_ends_in_the_same_bits(name):
     for result, whole in zip(of("resumed"), of("equal"), strict=True):
         assert result[name] == whole[name]["end"]
@@ -42,6 +42,14 @@ def test_a_loop_resumed_in_a_round_ends_in_the_same_bits(name):
         assert "outer_lr: " in result[f"{name}, settings"]["text"]
         assert "shape (1" in result[f"{name}, shape"]["text"]
         assert "digest" in result[f"{name}, flipped"]["text"]
+
+
+def test_an_exchange_between_makes_ranks_equal_and_nothing_is_taken_over_twice():
+    one, other = of("between")
+    assert one["after"] == other["after"]
+    assert one["same"], "a second exchange without a step sends nothing"
+    for name in ("before", "later"):
+        assert all(a != b for a, b in zip(one[name], other[name], strict=True))
 
 
 def test_faults_stop_all_ranks_with_the_cause():
@@ -54,6 +62,7 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert result["another step"]["kind"] == "UsageError"
         assert "step: rank 0 0, rank 1 1" in result["another step"]["text"]
         assert "float32" in result["double"]["text"]
+        assert "at most" in result["blocks"]["text"]
         assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
 
 
@@ -61,6 +70,10 @@ def test_faults_stop_all_ranks_with_the_cause():
     ("method", "options", "message"),
     [
         ("int8", {"every": 0}, "every=0"),
+        ("int8", {"every": 6, "fragments": 4}, "fragments=4"),
+        ("int8", {"every": 6, "fragments": 0}, "fragments=0"),
+        ("int8", {"every": 6, "fragments": 3, "delay": 2}, "delay=2"),
+        ("int8", {"every": 6, "blend": 1.0}, "blend=1"),
         ("int8", {"every": 2, "outer_nesterov": True}, "outer_momentum"),
         ("topk", {"every": 2, "memory": "dgc"}, "outer_momentum"),
         ("dlion", {"every": 2}, "update rule"),

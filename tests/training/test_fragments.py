@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gcbench.core.errors import UsageError
+from gcbench.core.fragments import Rounds, of_names
 from gcbench.training.configuration import Config
-from gcbench.training.fragments import Rounds, of_names
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 

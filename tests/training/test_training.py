@@ -288,6 +288,12 @@ RECIPES = {
     },
     "signum": {"compressor": "signsgd", "memory": "momentum", "lr": 0.001},
     "low rank": {"compressor": "powersgd"},
+    "low rank as the update": {"compressor": "dion"},
+    "a second moment that is refreshed": {
+        "compressor": "onebitadam",
+        "options": {"refresh": 1},
+        "start_step": 2,
+    },
     "late, after dense steps": {"compressor": "efsignsgd", "delay": 1, "start_step": 3},
 }
 

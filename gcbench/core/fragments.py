@@ -14,6 +14,7 @@ have blocks, in fragments 0 to P - 1.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,8 +30,26 @@ class Rounds(NamedTuple):
     """P; divides `every`."""
     delay: int
     """V, steps from the exchange of a fragment until it is taken over; below H / P."""
-    steps: int
-    """Steps of the run."""
+    steps: int = sys.maxsize
+    """Steps of the run, if they are known."""
+
+    def check(self, every: str) -> None:
+        """Check that the values fit; `every`: the name of the setting for H.
+
+        Raises:
+            ValueError: P does not divide H, or V reaches the next exchange.
+        """
+        apart, rest = divmod(self.every, self.fragments) if self.fragments else (0, 0)
+        if rest or not apart:
+            raise ValueError(
+                f"fragments={self.fragments} with {every}={self.every}: expected a divisor of "
+                f"{every}, or {every}={self.fragments * max(1, apart)}"
+            )
+        if self.delay >= apart:
+            raise ValueError(
+                f"delay={self.delay}: the next exchange follows after {apart} step(s); expected "
+                "fewer"
+            )
 
     @property
     def apart(self) -> int:
@@ -45,8 +64,12 @@ class Rounds(NamedTuple):
         """Return the fragments that are exchanged after `done` steps."""
         if done < self.steps:
             return self._sent(done)
-        waiting = {f for late in range(1, self.delay + 1) for f in self._sent(done - late)}
+        waiting = self.recent(done - 1, self.delay)
         return [f for f in range(self.fragments) if f not in waiting]
+
+    def recent(self, done: int, steps: int) -> set[int]:
+        """Return the fragments that are exchanged after one of the last `steps` steps to `done`."""
+        return {f for late in range(steps) for f in self._sent(done - late)}
 
     def taken(self, done: int) -> list[int]:
         """Return the fragments that the workers take over after `done` steps."""
