@@ -151,7 +151,7 @@ FITTED = 100e6
 LEAST_CHECK = 0.9
 """Least share of a link's rate that one TCP stream must reach: else the machine is the limit."""
 FASTEST = 200e6
-"""Bits per second of the fastest links that all nodes filled at once; at 1 Gbit/s cores are busy."""
+"""Bits per second of the fastest links that all nodes fill at once; at 1 Gbit/s cores limit."""
 KINDS = {"all_reduce": "allreduce", "all_gather": "allgather", "alltoall": "alltoall"}
 
 

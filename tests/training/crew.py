@@ -247,9 +247,9 @@ def weigh(member, name, options, collective, n):
 
     rank, size, sent = member.rank, member.size, []
 
-    def to_all(out, tensor, sizes=None, splits=None, **more):
-        sent.append((tensor.numel() - splits[rank]) * tensor.element_size())
-        return originals["all_to_all_single"](out, tensor, sizes, splits, **more)
+    def to_one(tensor, **more):
+        sent.append(tensor.numel() * tensor.element_size())
+        return originals["isend"](tensor, **more)
 
     def gather(pieces, tensor, **more):
         sent.append((size - 1) * tensor.numel() * tensor.element_size())
@@ -259,7 +259,7 @@ def weigh(member, name, options, collective, n):
         sent.append(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
         return originals["all_reduce"](tensor, *how, **more)
 
-    patches = {"all_to_all_single": to_all, "all_gather": gather, "all_reduce": reduce}
+    patches = {"isend": to_one, "all_gather": gather, "all_reduce": reduce}
     originals = {each: getattr(dist, each) for each in patches}
     world = engines.join(member, "cpu", 1)
     try:
