@@ -108,7 +108,7 @@ def gcbench_each(*commands: Sequence[object], path: str) -> list[Result]:
         "print(json.dumps([invoke(*words) for words in json.loads(sys.argv[1])]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([[*map(str, words)] for words in commands])],
+        [sys.executable, "-Pc", code, json.dumps([[*map(str, words)] for words in commands])],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT), str(ROOT / "tests")])},
         capture_output=True,
         text=True,
