@@ -593,7 +593,7 @@ def test_training_flags_are_checked_first(tmp_path: Path) -> None:
 def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
     capture(tmp_path / "in", normal(2))
     words = ["histogram", tmp_path / "in", "--results", tmp_path, "--progress", "none"]
-    assert invoke(*words, "--compressor", "terngrad,topk").code == 0
+    assert invoke(*words, "--compressor", "terngrad,topk", pictures=True).code == 0
     (folder,) = tmp_path.glob("histogram-*")
     back = measuring.load(folder)
     studies.draw(back, tmp_path / "again.png")
