@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from commands import end, gcbench, invoke, start, wait_for
+from commands import end, invoke, start, wait_for
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -625,9 +625,3 @@ def test_a_panel_without_values_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         studies.draw(analysis, tmp_path / "x.png")
         assert expected in message, name
         analysis.table(name).rows = whole[name]
-
-
-def test_help_is_light() -> None:
-    result = gcbench("histogram", "--help", COLUMNS="60")
-    assert result.code == 0
-    assert "--capture" in result.out
