@@ -466,6 +466,8 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     result = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     choices = {check: lambda method: result for check in checks}
     monkeypatch.setattr(properties, "CHECKS", choices)
+    search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
+    monkeypatch.setattr(verify, "Search", lambda method, effort: search)
     texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")
