@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 from gcbench import cli
+from gcbench import commands as deliveries
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120.0
@@ -41,20 +43,24 @@ def brief(*_: object, **__: object) -> Any:
     return Effort(every=60, long=0, many=0, million=0, steps=1, thin=60)
 
 
-def invoke(*words: object, main: Callable[[], None] = cli.main) -> Result:
+def invoke(*words: object, main: Callable[[], None] = cli.main, pictures: bool = False) -> Result:
     """Run `gcbench *words`, or another program's `main`, in this process.
 
-    A verification searches few inputs.
+    A verification searches few inputs. An analysis draws no picture, which takes longer than most
+    of them, unless `pictures` is set or --plot is among the words.
     """
     from gcbench.checks import verify
 
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["gcbench", *map(str, words)]
+    drawing = pictures or "--plot" in argv
+    drawn = deliveries.studies if drawing else SimpleNamespace(draw=lambda _, path: [path])
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(verify, "effort_for", brief),
+        mock.patch.object(deliveries, "studies", drawn),
     ):
         try:
             main()
@@ -108,7 +114,7 @@ def gcbench_each(*commands: Sequence[object], path: str) -> list[Result]:
         "print(json.dumps([invoke(*words) for words in json.loads(sys.argv[1])]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([[*map(str, words)] for words in commands])],
+        [sys.executable, "-Pc", code, json.dumps([[*map(str, words)] for words in commands])],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT), str(ROOT / "tests")])},
         capture_output=True,
         text=True,

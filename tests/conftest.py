@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -137,6 +138,27 @@ def third_party(monkeypatch):
     yield put
     sys.modules.pop("somebodys", None)
     forget()
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Return `gcbench`, `python` and `torchrun` without their imports: see preloaded.Programs."""
+    from preloaded import Programs
+
+    with Programs() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gcbench(programs):
+    """Return a function that runs `gcbench *words` in a process of its own."""
+    from commands import PATIENCE, ROOT, Result
+
+    def run(*words):
+        done = programs.shell(shlex.join(["gcbench", *map(str, words)]), ROOT, PATIENCE)
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ threads, and on a GPU where there is one.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -142,16 +143,24 @@ class Shim:
 
     def _library(self, family: str) -> ctypes.CDLL:
         if family not in self._libraries:
-            unit, library = self.folder / f"{family}.cpp", self.folder / f"{family}.so"
-            unit.write_text(translation_unit(self.sources / f"{family}.cu"))
-            command = ["g++", *FLAGS, f"-I{kernel_sources()}", "-shared", "-o", library, unit]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{family}.cu does not compile for the CPU:\n{done.stderr}")
+            library = self.folder / f"{family}.so"
+            if not library.exists():
+                self._compile(family, library)
             loaded = ctypes.CDLL(str(library))
             loaded.cusim_launch.restype = ctypes.c_char_p
             self._libraries[family] = loaded
         return self._libraries[family]
+
+    def _compile(self, family: str, library: Path) -> None:
+        """Write the library of a .cu file; several processes may do so at once."""
+        unit = library.with_name(f"{family}-{os.getpid()}.cpp")
+        unit.write_text(translation_unit(self.sources / f"{family}.cu"))
+        made = unit.with_suffix(".so")
+        command = ["g++", *FLAGS, f"-I{kernel_sources()}", "-shared", "-o", made, unit]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{family}.cu does not compile for the CPU:\n{done.stderr}")
+        made.replace(library)
 
     def launch(
         self,
@@ -196,9 +205,17 @@ def on_shim(stand_in: Shim) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory) -> Shim:
-    """The shim over the project's kernels, built file by file when it is used."""
+    """The shim over the project's kernels, built file by file when it is used.
+
+    The processes of one pytest run share what they build.
+    """
     require_compiler()
-    return Shim(tmp_path_factory.mktemp("cusim"))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "cusim"
+    folder.mkdir(exist_ok=True)
+    return Shim(folder)
 
 
 DEVICES = ["shim", "shim-reversed", *(["device"] if torch.cuda.is_available() else [])]

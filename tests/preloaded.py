@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 IMPORTS = (
     "torch torch.distributed.run pandas pyarrow.parquet matplotlib.pyplot scipy.stats "
     "sklearn.datasets rich.table typer.completion pydantic numpy "
-    "gcbench.cli gcbench.checks.verify gcbench.training.train gcbench.training.runner "
+    "torch._dynamo gcbench.integrations.ddp gcbench.cli gcbench.checks.verify "
+    "gcbench.training.train gcbench.training.runner "
     "gcbench.report.compare gcbench.report.listings gcbench.report.run_plots"
 )
 CLIENT = """#!{python} -SEs

@@ -90,27 +90,27 @@ class Search:
             what = f"{type(error).__name__}: {error}"
             self.findings.append(Finding(self.calls.last, what, "shapes [40x50]; normal values"))
 
-    def _try(self, case: Case) -> tuple[bytes, ...] | None:
+    def _try(self, case: Case) -> Trial | None:
         self.inputs += 1
         fault, trial = attempt(self.calls, self.profile, case)
         if fault is not None:
             case, fault = shrunk(self.calls, self.profile, case, fault, self.shrink)
             self.findings.append(Finding(fault.function, fault.what, str(case)))
             return None
-        assert trial is not None
-        return trial.digest()
+        return trial
 
     def _pairs(self) -> None:
         seen: list[tuple[Case, tuple[bytes, ...]]] = []
         for case in cases(self.profile, self.effort, self.seed, self.exact):
-            digest = self._try(case)
-            if digest is None:
+            trial = self._try(case)
+            if trial is None:
                 return
+            digest = trial.digest()
             if len(seen) < 30 and sum(map(len, digest)) < 10**6:
                 seen.append((case, digest))
         for case, digest in reversed(seen):
             again = self._try(case)
-            if again is not None and again != digest:
+            if again is not None and again.digest() != digest:
                 self.findings.append(
                     Finding("encode or decode", "earlier calls change the result", str(case))
                 )
@@ -181,17 +181,14 @@ class Search:
     def _same_length(self) -> None:
         """Buckets of one length and other segments, one after the other and mixed."""
         trials = []
-        for turn in range(2):
-            for shapes in inputs.same_length()[:: 1 - 2 * turn]:
-                case = Case(shapes, values="segments of different norms", workers=2)
-                if self._try(case) is None:
-                    return
+        buckets = inputs.same_length()
+        for shapes in (*buckets, buckets[0]):
+            trial = self._try(Case(shapes, values="segments of different norms", workers=2))
+            if trial is None:
+                return
+            trials.append(trial)
         if isinstance(self.calls.method, MultiRoundCompressor):
             return
-        for shapes in inputs.same_length():
-            _, one = attempt(self.calls, self.profile, Case(shapes))
-            if isinstance(one, Trial):
-                trials.append(one)
         for one in trials:
             self.calls.encode(one.xs[0], one.segments, one.shared, one.case.key())
         for one in reversed(trials):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from builders import summary, write
-from commands import ROOT, files_of_at_most, gcbench, invoke
+from commands import files_of_at_most, invoke
 
 from gcbench import get_compressor
 from gcbench import run as run_from_python
@@ -85,7 +83,7 @@ def refused(done, code, *parts):
 # -- what comes out --------------------------------------------------------------------------------
 
 
-def test_one_document_on_stdout_and_the_rest_on_stderr(tmp_path):
+def test_one_document_on_stdout_and_the_rest_on_stderr(gcbench, tmp_path):
     done = gcbench("run", "--task", "digits", "--steps", 30, "--results", tmp_path, "--json")
     summary = done.json
     assert set(summary) >= KEYS
@@ -237,7 +235,7 @@ def test_unknown_flags_exit_with_2(run, words):
     assert words[0] in done.err
 
 
-def test_no_command_shows_the_help_and_debug_the_traceback(monkeypatch):
+def test_no_command_shows_the_help_and_debug_the_traceback(gcbench, monkeypatch):
     monkeypatch.delenv("GCBENCH_DEBUG", raising=False)
     assert "Usage" in invoke("--help").out
     assert invoke("--version").out.startswith("gcbench 0.")
@@ -468,6 +466,8 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     result = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     choices = {check: lambda method: result for check in checks}
     monkeypatch.setattr(properties, "CHECKS", choices)
+    search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
+    monkeypatch.setattr(verify, "Search", lambda method, effort: search)
     texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")
@@ -745,24 +745,18 @@ def test_a_compressor_brings_its_fields(tmp_path):
 
 def test_the_shell_completes_names(monkeypatch):
     from gcbench import commands
+    from gcbench.cli import app
 
     assert "terngrad" in commands.completed("compressors")("ter")
     assert commands.completed("compressors")("none,ter") == ["none,terngrad"]
     assert commands.completed("tasks")("dig") == ["digits"]
     assert "main" in commands.completed("suites")("ma")
-    done = gcbench_completes("gcbench run --task dig", 3)
-    assert done.split() == ["digits"]
-    assert gcbench_completes("gcbench run --task nosuch", 3).split() == []
-
-
-def gcbench_completes(line, place):
-    script = "from gcbench.cli import app; app(prog_name='gcbench')"
-    environment = {"_GCBENCH_COMPLETE": "complete_bash", "COMP_WORDS": line}
-    environment |= {"COMP_CWORD": str(place), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True
-    )
-    return done.stdout
+    for word, completed in (("dig", ["digits"]), ("nosuch", [])):
+        monkeypatch.setenv("_GCBENCH_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", f"gcbench run --task {word}")
+        monkeypatch.setenv("COMP_CWORD", "3")
+        done = invoke(main=lambda: app(prog_name="gcbench"))
+        assert done.out.split() == completed
 
 
 def test_the_time_of_a_grid_is_announced(monkeypatch, capsys, run):

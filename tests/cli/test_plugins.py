@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import gcbench, invoke
+from commands import invoke
 
 from gcbench.checks import properties
 from gcbench.core import registry
@@ -77,7 +77,7 @@ def test_two_files_of_one_name_are_two_methods_in_one_process(tmp_path: Path, fo
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)"])
-def test_a_worker_process_that_exits_is_no_success(tmp_path: Path, code: str) -> None:
+def test_a_worker_process_that_exits_is_no_success(gcbench, tmp_path: Path, code: str) -> None:
     path = method(tmp_path, encode=code)
     words = [*RUN, "--compressor", path, "--results", tmp_path / "runs", "--engine", "spawn"]
     done = gcbench(*words, "--json")
@@ -88,7 +88,7 @@ def test_a_worker_process_that_exits_is_no_success(tmp_path: Path, code: str) ->
 
 
 @pytest.mark.parametrize("engine", ["simulate", "spawn"])
-def test_prints_of_a_plug_in_do_not_reach_the_json(tmp_path: Path, engine: str) -> None:
+def test_prints_of_a_plug_in_do_not_reach_the_json(gcbench, tmp_path: Path, engine: str) -> None:
     prints = 'print("from Python"); os.write(1, b"from C\\n"); os.system("echo from a child")'
     path = method(tmp_path, top=prints, encode=prints)
     words = [*RUN, "--compressor", path, "--results", tmp_path / "runs", "--engine", engine]
@@ -98,7 +98,7 @@ def test_prints_of_a_plug_in_do_not_reach_the_json(tmp_path: Path, engine: str) 
         assert text in done.err
 
 
-def test_results_still_reach_a_pipe_and_a_string(tmp_path: Path) -> None:
+def test_results_still_reach_a_pipe_and_a_string(gcbench) -> None:
     for one in (invoke("list", "tasks", "--json"), gcbench("list", "tasks", "--json")):
         assert any(row["name"] == "digits" for row in one.json)
     assert "digits" in gcbench("list", "tasks").out

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from commands import invoke
+from commands import PATIENCE, invoke
 
 import gcbench
 from gcbench.checks import properties
@@ -137,13 +136,12 @@ print(f"{sums}\\n", end="", flush=True)  # in one write: ranks share the pipe
 @pytest.mark.parametrize(
     ("methods", "ranks"), [(("mine@0", "onebitadam@3", "dlion@0"), 2), (("onebitadam@3",), 1)]
 )
-def test_update_rules_run_in_a_ddp_job(mine, tmp_path, methods, ranks):
+def test_update_rules_run_in_a_ddp_job(mine, programs, tmp_path, methods, ranks):
     """Replicas stay equal, and the optimizer of the hook applies the direction that it delivers."""
     (tmp_path / "job.py").write_text(JOB)
     specs = [one.replace("mine@", f"{mine}@") for one in methods]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", str(ranks), "job.py", *specs]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "job.py", *specs]
+    done = programs.shell(shlex.join(command), tmp_path, PATIENCE)
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.splitlines())) == 1
     assert len(json.loads(done.stdout.splitlines()[0])) == len(methods)

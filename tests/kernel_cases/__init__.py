@@ -21,8 +21,8 @@ from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import GcbenchError
 from gcbench.ops.cuda import compile, launch
 
-SIZES = (0, 1, 33, 1024, 1025, 5000, 70_007)
-"""No tile, parts of one, one, more; and enough for two threads."""
+SIZES = {0: 4, 1: 4, 33: 2, 1024: 4, 1025: 1, 5000: 3, 70_007: 1}
+"""No tile, part of one, one, more, and enough for two threads; one of how many calls is made."""
 SHARED_FROM = 5000
 """The least of them whose tiles two threads share."""
 

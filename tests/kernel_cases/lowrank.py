@@ -10,7 +10,8 @@ from kernel_cases import Call, nonfinite, values
 
 
 def cases(n: int) -> Iterator[Call]:
-    for what, x in (*values(n), *nonfinite(n)):
+    inputs = [*values(n), *nonfinite(n)]
+    for what, x in inputs if n <= 5000 else (*inputs[:2], *inputs[-2:]):
         for r in (1, 2, 5):
             if n < 2 * r:
                 continue

@@ -14,6 +14,9 @@ FEW = ["--device", "cpu", "--size", "1e4", "--methods", "terngrad,fp8", "--steps
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
+    cases = gpu.kernel_cases.families()
+    few = {name: cases[name] for name in ("dct", "fp8", "ternary")}
+    monkeypatch.setattr(gpu.kernel_cases, "families", lambda: few)
     monkeypatch.setattr(gpu, "TRIED", (33,))
 
 

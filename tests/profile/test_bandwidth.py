@@ -383,7 +383,7 @@ def results(tmp_path_factory):
 def two(results):
     """Two gloo processes on this machine, every legal collective."""
     words = (*WORDS, "--compressor", METHODS, "--collective", "all")
-    return invoke(*words, "--results", results, "--json").json
+    return invoke(*words, "--results", results, "--json", pictures=True).json
 
 
 def table(document: dict, name: str) -> list[dict]:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from commands import end, gcbench, invoke, start, wait_for
+from commands import end, invoke, start, wait_for
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -593,7 +593,7 @@ def test_training_flags_are_checked_first(tmp_path: Path) -> None:
 def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
     capture(tmp_path / "in", normal(2))
     words = ["histogram", tmp_path / "in", "--results", tmp_path, "--progress", "none"]
-    assert invoke(*words, "--compressor", "terngrad,topk").code == 0
+    assert invoke(*words, "--compressor", "terngrad,topk", pictures=True).code == 0
     (folder,) = tmp_path.glob("histogram-*")
     back = measuring.load(folder)
     studies.draw(back, tmp_path / "again.png")
@@ -625,9 +625,3 @@ def test_a_panel_without_values_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         studies.draw(analysis, tmp_path / "x.png")
         assert expected in message, name
         analysis.table(name).rows = whole[name]
-
-
-def test_help_is_light() -> None:
-    result = gcbench("histogram", "--help", COLUMNS="60")
-    assert result.code == 0
-    assert "--capture" in result.out

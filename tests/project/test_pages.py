@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pages
@@ -22,12 +21,6 @@ NAMES = [str(path.relative_to(ROOT)) for path in pages.pages()]
 
 def text_of(name: str) -> str:
     return (ROOT / name).read_text()
-
-
-@pytest.fixture(scope="module")
-def programs() -> Iterator[Programs]:
-    with Programs() as running:
-        yield running
 
 
 def words(text: str) -> list[str]:

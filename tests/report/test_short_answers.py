@@ -76,7 +76,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gcbench.commands.netlab.long_work", lambda *_, **__: long_analysis())
     monkeypatch.setattr("gcbench.watch.run", lambda *_: long_analysis())
-    monkeypatch.setattr("gcbench.studies.draw", lambda analysis, path: [path])
 
 
 def long_analysis() -> Analysis:

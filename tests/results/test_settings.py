@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, gcbench
+from commands import ROOT, gcbench_each, invoke
 
 from gcbench.results import declared
 from gcbench.results.settings import DECLARED, Settings
@@ -42,29 +38,24 @@ def other(tmp_path: Path) -> Path:
 
 
 def test_a_new_setting_touches_one_file(other: Path, tmp_path: Path) -> None:
-    def invoke(*words: str) -> str:
-        command = [sys.executable, "-m", "gcbench", *words]
-        environment = {**os.environ, "PYTHONPATH": str(other)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=other, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "How sweet the mean is. Default: 0." in " ".join(invoke("run", "--help").split())
     small = ("--task", "quadratic", "--steps", "2", "--workers", "2", "--batch", "4")
-    runs = ("--results", str(tmp_path / "runs"))
-    config = json.loads(invoke("run", *small, *runs, "--flavour", "0,3", "--json"))
-    plain, sweet = config
-    assert [one["config"]["flavour"] for one in config] == [0, 3]
+    folder = tmp_path / "runs"
+    described, ran, table, only = gcbench_each(
+        ("run", "--help"),
+        ("run", *small, "--results", folder, "--flavour", "0,3", "--json"),
+        ("compare", folder),
+        ("compare", folder, "--where", "flavour=3", "--json"),
+        path=str(other),
+    )
+    assert "How sweet the mean is. Default: 0." in " ".join(described.out.split())
+    plain, sweet = ran.json
+    assert [one["config"]["flavour"] for one in ran.json] == [0, 3]
     assert plain["config_hash"] != sweet["config_hash"]
-    before = gcbench("run", *small, "--results", tmp_path / "before", "--json").json
+    before = invoke("run", *small, "--results", tmp_path / "before", "--json").json
     assert before["config_hash"] == plain["config_hash"], "the default changes no hash"
     assert "--flavour 3" in sweet["provenance"]["command"]
-    table = invoke("compare", str(tmp_path / "runs"))
-    assert "terngrad [flavour=3]" in table
-    only = json.loads(invoke("compare", str(tmp_path / "runs"), "--where", "flavour=3", "--json"))
-    assert [row["method"] for row in only] == ["terngrad [flavour=3]"]
+    assert "terngrad [flavour=3]" in table.out
+    assert [row["method"] for row in only.json] == ["terngrad [flavour=3]"]
 
 
 def test_the_config_has_the_declared_fields() -> None:

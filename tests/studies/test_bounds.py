@@ -643,7 +643,8 @@ class Mine(SignSGD):
 def test_a_file_is_judged_by_the_code_that_it_has_now(tmp_path, only_small, forget) -> None:
     """In all three parts; a verdict on the code before an edit does not outlive it."""
     path = tmp_path / "mine.py"
-    words = ("bounds", "--results", tmp_path, *QUICK, "--methods", "topk", "--compressor", path)
+    quick = ("--steps", 6, "--compressed-steps", 6, "--batches", 8, "--snapshots", 1, "--seed", 0)
+    words = ("bounds", "--results", tmp_path, *quick, "--methods", "topk", "--compressor", path)
     words += ("--claims", "sign*/mine", "--strict", "--json")
     result = {}
     for sign in ("-", ""):

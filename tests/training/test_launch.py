@@ -234,7 +234,7 @@ def imports_torch(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("when", "sign"), [("importing", signal.SIGHUP), ("training", signal.SIGKILL)]
+    ("when", "sign"), [("importing", signal.SIGHUP), ("training", signal.SIGTERM)]
 )
 def test_no_worker_outlives_a_launcher_that_ends(tmp_path, sign, when):
     process = start(*run_words(tmp_path, "--engine", "spawn", "--steps", 10**6))
@@ -242,14 +242,11 @@ def test_no_worker_outlives_a_launcher_that_ends(tmp_path, sign, when):
         wait_for(lambda: [pid for pid, _ in launching(process.pid) if imports_torch(pid)], process)
     else:
         wait_for(lambda: records(tmp_path) >= 3, process)
-    if sign == signal.SIGHUP:
-        os.killpg(process.pid, sign)  # a terminal that is closed tells all
-    else:
-        process.send_signal(sign)
+    os.killpg(process.pid, sign)  # as a terminal that is closed, and a batch system, do
     process.wait(PATIENCE)
     wait_for(lambda: not members(process.pid))
     done = end(process)
-    assert done.code == (130 if sign == signal.SIGHUP else -sign)
+    assert done.code == 130
     assert "Traceback" not in done.err
 
 
@@ -543,14 +540,14 @@ def test_a_killed_worker_is_restarted_and_ends_in_the_same_parameters(tmp_path):
         environment = {"OMP_NUM_THREADS": "1", "path": str(tmp_path), launch.TIMEOUT: "60"}
         return start(*job, module="torch.distributed.run", **environment)
 
-    process = launched_by_torchrun(2, *run_words(parts, "--steps", 150))
-    wait_for(lambda: records(parts) >= 20, process)
+    process = launched_by_torchrun(2, *run_words(parts, "--steps", 60))
+    wait_for(lambda: records(parts) >= 10, process)
     os.kill(children(process.pid)["1"], signal.SIGKILL)
     done = end(process)
     assert "resuming from checkpoint" in done.err
     assert "gcbench: worker 0: a collective failed after" in done.err
     assert "because worker 1" in done.err
-    expected = invoke(*run_words(tmp_path / "whole", "--steps", 150)).json
+    expected = invoke(*run_words(tmp_path / "whole", "--steps", 60)).json
     assert done.json["params_sha256"] == expected["params_sha256"]
     assert records(parts) == records(tmp_path / "whole")
 

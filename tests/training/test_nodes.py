@@ -15,7 +15,7 @@ from commands import ROOT
 from pages import blocks
 
 PATIENCE = 120
-RUN = ("-m", "gcbench", "run", "--task", "digits", "--workers", "4", "--progress", "plain")
+RUN = ("-m", "gcbench", "run", "--task", "quadratic", "--workers", "4", "--progress", "plain")
 PAGE = ROOT / "gcbench/docs/several-machines.md"
 
 
@@ -101,7 +101,7 @@ def test_the_script_for_slurm_starts_one_job_over_all_nodes(tmp_path) -> None:
     tools = f"{tmp_path}:{Path(sys.executable).parent}"
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost,elsewhere"}
     done = subprocess.run(
-        ["bash", "gcbench.sbatch", "--task", "digits", "--steps", "10", "--compressor", "int8"],
+        ["bash", "gcbench.sbatch", "--task", "quadratic", "--steps", "10", "--compressor", "int8"],
         cwd=tmp_path,
         env={**os.environ, **slurm, "PATH": f"{tools}:{os.environ['PATH']}"},
         capture_output=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 
 import crew
 import pytest
-from commands import end, start
+from commands import PATIENCE
 
 from gcbench.training import launch
 
@@ -42,20 +43,20 @@ if os.environ.get("RANK") == "1" and "--lr" in sys.argv:
 """
 
 
-def test_torchrun_workers_of_other_commands_end_within_seconds(tmp_path):
+def test_torchrun_workers_of_other_commands_end_within_seconds(programs, tmp_path):
     """Worker 1 is started with another rate, as on a machine whose script is older."""
     (tmp_path / "other.py").write_text(
         OTHER + "import runpy\nrunpy.run_module('gcbench', run_name='__main__')\n"
     )
     words = ("run", "--task", "quadratic", "--workers", 2, "--steps", 10**6, "--lr", "0.1")
     words = (*words, "--results", tmp_path / "r", "--progress", "none")
-    job = ("--nproc-per-node", 2, tmp_path / "other.py", *words)
+    job = ("torchrun", "--standalone", "--nproc-per-node", 2, tmp_path / "other.py", *words)
     began = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "60"}
-    done = end(start(*job, module="torch.distributed.run", **environment))
-    assert done.code != 0
+    done = programs.shell(shlex.join(map(str, job)), tmp_path, PATIENCE, **environment)
+    assert done.returncode != 0
     assert time.monotonic() - began < 50
-    lines = [line for line in done.err.splitlines() if "the workers do not agree" in line]
+    lines = [line for line in done.stderr.splitlines() if "the workers do not agree" in line]
     assert lines
     for line in lines:
         assert "setting lr: 0.1 on worker(s) 0, 0.5 on worker(s) 1" in line

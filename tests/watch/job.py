@@ -1,14 +1,33 @@
-"""A job of two ranks, as a user would write it; the argument is what is wrong with it."""
+"""A job of two ranks, as a user would write it; the argument is what is wrong with it.
 
+Without torchrun it forks its ranks, so that they share one import of torch.
+"""
+
+import os
+import socket
 import sys
 
 import torch
+import torch._dynamo  # optimizers import it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 kind = sys.argv[1]
+if "RANK" not in os.environ:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = []
+    for number in range(2):
+        os.environ["RANK"] = str(number)
+        child = os.fork()
+        if not child:
+            break
+        children.append(child)
+    else:
+        sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
