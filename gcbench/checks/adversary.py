@@ -28,7 +28,7 @@ from gcbench.checks.calls import Calls, Covered
 from gcbench.checks.cases import FULL, Case, Effort, cases
 from gcbench.checks.oracle import FaultError, Profile
 from gcbench.checks.sweeps import sweep_keys, sweep_positions, sweep_workers
-from gcbench.checks.trial import Trial, attempt
+from gcbench.checks.trial import RoundsTrial, Trial, attempt
 from gcbench.core import purposes
 from gcbench.core.compressor import (
     Compressor,
@@ -90,7 +90,7 @@ class Search:
             what = f"{type(error).__name__}: {error}"
             self.findings.append(Finding(self.calls.last, what, "shapes [40x50]; normal values"))
 
-    def _try(self, case: Case) -> Trial | None:
+    def _try(self, case: Case) -> Trial | RoundsTrial | None:
         self.inputs += 1
         fault, trial = attempt(self.calls, self.profile, case)
         if fault is not None:
@@ -186,9 +186,8 @@ class Search:
             trial = self._try(Case(shapes, values="segments of different norms", workers=2))
             if trial is None:
                 return
-            trials.append(trial)
-        if isinstance(self.calls.method, MultiRoundCompressor):
-            return
+            if isinstance(trial, Trial):  # methods in rounds encode together with others
+                trials.append(trial)
         for one in trials:
             self.calls.encode(one.xs[0], one.segments, one.shared, one.case.key())
         for one in reversed(trials):
