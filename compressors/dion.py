@@ -42,7 +42,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Context, Segments
+from gcbench.core.compressor import Context, Key, Segments
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
 from gcbench.ops.random import normal
@@ -134,8 +134,22 @@ class Dion(LowRank):
         """Return Q^T, (r, m), of R^T; rows of zeros do not change."""
         rows = Segments.of([r.shape[1:]] * len(r))
         norms = ops.statistics.moments(r.view(-1), rows)[1].sqrt().unsqueeze(1)
-        unit = ops.lowrank.orthonormalize(r) if self.orthonormal else r / (norms + 1e-8)
+        unit = self.basis(r) if self.orthonormal else r / (norms + 1e-8)
         return torch.where(norms > 0, unit, 0.0).float()
+
+    def basis(self, rows: Tensor) -> Tensor:
+        """By LAPACK's QR: Gram-Schmidt, which suits a few rows, takes seconds for hundreds.
+
+        Normal draws replace rows of zeros, so that a matrix without gradients moves later.
+        """
+        filled = rows.any(dim=1, keepdim=True)
+        if not filled.all():
+            draws = normal(Key(0, 0, 0), rows.numel()).to(rows.device).view_as(rows)
+            rows = torch.where(filled, rows, draws)
+        columns, upper = torch.linalg.qr(rows.T.double())
+        columns[:, upper.diagonal() < 0] *= -1  # as Gram-Schmidt: in the direction of the rows
+        basis: Tensor = columns.T.float().contiguous()
+        return basis
 
 
 class DionClaims(Claims[Dion], of=Dion):

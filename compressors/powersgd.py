@@ -126,7 +126,11 @@ class LowRank(MultiRoundCompressor):
     def _left(self, mean: Tensor, segments: Segments) -> list[Tensor]:
         """Return P^T, (r, n), of each matrix, orthonormalized."""
         pieces = self._pieces(check_finite(mean), segments)
-        return [ops.lowrank.orthonormalize(x.view(t.rank, t.n)) for x, t in pieces if t.rank]
+        return [self.basis(x.view(t.rank, t.n)) for x, t in pieces if t.rank]
+
+    def basis(self, rows: Tensor) -> Tensor:
+        """Return orthonormal rows, float32, (r, n), that span these, also if some are dependent."""
+        return ops.lowrank.orthonormalize(rows)
 
     def _rebuild(
         self, mean: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], ctx: Context
