@@ -711,7 +711,8 @@ def test_the_links_picture_has_a_panel_per_number_of_workers(tmp_path, monkeypat
     """By all-gather QSGD's 4 bits pay among 2 workers, and on no link among 64."""
     drawn = []
     monkeypatch.setattr(links.figures, "save", lambda figure, path: drawn.append(figure))
-    invoke("predict", "--links", "--workers", "2,64", "--results", tmp_path, "--progress", "none")
+    plot = ("--plot", tmp_path / "links.png")
+    invoke("predict", "--links", "--workers", "2,64", "--results", tmp_path, *plot)
     few, many = drawn[0].axes
     assert (few.get_title(), many.get_title()) == ("2 workers", "64 workers")
     assert few.get_xlim() == many.get_xlim()
