@@ -197,8 +197,9 @@ class Claims(Generic[C]):
     def synchronized(self, means: Iterable[Tensor], ctx: Context) -> Iterator[Tensor] | None:
         """Yield the float64 directions of the uncompressed optimizer, for averaged gradients.
 
-        For methods in rounds whose update rule is as exact: with any number of workers they must
-        match them up to rounding. `ctx` is that of the first step. None: not declared.
+        For methods in rounds that lose nothing by compression: with any number of workers their
+        directions must match these up to rounding. `ctx` is that of the first step. None: not
+        declared.
         """
         return None
 

@@ -22,8 +22,8 @@ sparse: the k entries that a worker selected go to the owners of their regions, 
 The memory of a lane (`gcbench.core.memory`) transforms the gradient before it is encoded. It
 receives the decoded form of the payload that was actually sent, which only this module computes; in
 a ring, the decoded partial sum that it sent less the one that it received; in a sparse all-reduce,
-the entries that contribute to the mean. With a memory that has
-residuals, an owner that encodes the mean again keeps that error, too.
+the entries that contribute to the mean. With a memory that has residuals, an owner that encodes the
+mean again keeps that error, too.
 
 Buffers live as long as the exchange: after the first steps it allocates no large tensor. A worker's
 payloads are views of one send buffer, so they are neither concatenated before sending nor copied

@@ -51,7 +51,7 @@ class UpdateRule:
         return mean
 
     def in_fp32(self, step: int) -> bool:
-        """Return whether this step is one of `dense` rule and memory, after `start_step`, too."""
+        """Return whether a step from `start_step` on is exchanged in fp32, by the `dense` rule."""
         return False
 
     def switches(self, step: int) -> bool:

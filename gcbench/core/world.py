@@ -512,7 +512,8 @@ class DistributedWorld(World):
         after, before = (rank + 1) % self.size, (rank - 1) % self.size
         sent = [tensor.numel() * (other == after) for other in range(self.size)]
         received = [size * (other == before) for other in range(self.size)]
-        self._all_to_all([tensor], [sent], [received], out)  # over NCCL, both directions at once
+        # NCCL runs both directions at once only inside a collective.
+        self._all_to_all([tensor], [sent], [received], out)
         return [out]
 
 

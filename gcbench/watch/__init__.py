@@ -116,10 +116,13 @@ def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Ana
     ]
     steps = min(record["steps"] for record in records)
     share = sum(float(row["share"] or 0) for row in rows)
+    untimed = sorted({str(row["collective"]) for row in rows if row["seconds"] is None})
+    besides = f", besides `{', '.join(untimed)}` of unknown time" if untimed else ""
+    took = f"collectives took {100 * share:.3g} % of it{besides}"
     what = f"{steps} steps of {1e3 * seconds:.3g} ms" if steps > 1 else f"{counted(steps, 'step')}"
     checks = compared(records, sharded=settings.sharded)
     answer = [
-        f"{counted(len(records), 'rank')}, {what}; collectives took {100 * share:.3g} % of it.",
+        f"{counted(len(records), 'rank')}, {what}; {took}.",
         *(problems or [agreement(checks)]),
     ]
     per = "per step" if steps > 1 else "in all"

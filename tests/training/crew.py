@@ -231,7 +231,7 @@ def slow_down(trainer):
 
 
 def weigh(member, name, options, collective, n):
-    """Exchange one gradient; return the mean, the wire bytes counted, and those of torch's calls.
+    """Exchange one gradient; return mean, wire bytes counted, those of torch's calls, first call.
 
     The latter are the sizes of the tensors that reach torch.distributed for other ranks; a ring
     all-reduce sends 2 (N - 1) / N of its tensor.
@@ -245,11 +245,16 @@ def weigh(member, name, options, collective, n):
     from gcbench.core.exchange import Exchange, Lane
     from gcbench.training import engines
 
-    rank, size, sent = member.rank, member.size, []
+    rank, size, sent, order = member.rank, member.size, [], []
 
     def to_one(tensor, **more):
+        order.append("send")
         sent.append(tensor.numel() * tensor.element_size())
         return originals["isend"](tensor, **more)
+
+    def from_one(tensor, **more):
+        order.append("receive")
+        return originals["irecv"](tensor, **more)
 
     def gather(pieces, tensor, **more):
         sent.append((size - 1) * tensor.numel() * tensor.element_size())
@@ -259,7 +264,7 @@ def weigh(member, name, options, collective, n):
         sent.append(2 * (size - 1) / size * tensor.numel() * tensor.element_size())
         return originals["all_reduce"](tensor, *how, **more)
 
-    patches = {"isend": to_one, "all_gather": gather, "all_reduce": reduce}
+    patches = {"isend": to_one, "irecv": from_one, "all_gather": gather, "all_reduce": reduce}
     originals = {each: getattr(dist, each) for each in patches}
     world = engines.join(member, "cpu", 1)
     try:
@@ -273,6 +278,6 @@ def weigh(member, name, options, collective, n):
         mean = running.mean([x], 0).tolist()
         for each, original in originals.items():
             setattr(dist, each, original)
-        return mean, world.traffic[0].wire, sum(sent)
+        return mean, world.traffic[0].wire, sum(sent), order[0]
     finally:
         world.close()

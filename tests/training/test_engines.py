@@ -151,7 +151,10 @@ def test_partial_sums_of_processes_and_of_a_simulation_have_the_same_bits(
 
 
 def test_bytes_of_a_sparse_all_reduce_are_those_that_processes_send():
-    """Weighed at torch.distributed; a simulation has the same mean and the same counts."""
+    """Weighed at torch.distributed; a simulation has the same mean and the same counts.
+
+    Receives are posted before sends: over gloo the directions of a link otherwise take turns.
+    """
     n, k = 20_000, 2000
     ranks = launch.in_processes(3, 1, crew.weigh, ("topk", {"ratio": k / n}, "sparse", n))
     world = SimulatedWorld(3, torch.device("cpu"), Link(10, 50), 1, 1)
@@ -161,10 +164,11 @@ def test_bytes_of_a_sparse_all_reduce_are_those_that_processes_send():
     running = Exchange(world, [Lane(method, "sparse", 0, Segments.of([(n,)]))], 7, clock)
     xs = [torch.randn(n, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     mean = running.mean(xs, 0).tolist()
-    for (same, counted, weighed), traffic in zip(ranks, world.traffic, strict=True):
+    for (same, counted, weighed, first), traffic in zip(ranks, world.traffic, strict=True):
         assert same == mean
         assert 8 * k < counted == traffic.wire < 24 * k
         assert weighed == pytest.approx(counted, rel=1e-12)
+        assert first == "receive"
 
 
 def test_times_are_measured_or_modelled_and_never_mixed(two):

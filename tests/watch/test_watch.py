@@ -69,6 +69,8 @@ def test_a_job_with_our_hook(kind):
     codes = sum(row["sent"] for (_, dtype), row in rows.items() if dtype == "uint8")
     assert PARAMETERS < codes < 1.03 * PARAMETERS
     assert rows["send", "uint8"]["sent"] == codes  # gloo sends them from worker to worker
+    assert rows["send", "uint8"]["seconds"] is None
+    assert "`send` of unknown time" in document(done)["answer"][0]
 
 
 def test_a_hook_on_a_model_that_does_not_train():
