@@ -198,6 +198,7 @@ def train(job: dict[str, Any]) -> str:
             "node-rank": node,
             "master-addr": address(0),
             "master-port": PORT,
+            "log-dir": "/run/torchrun",  # private, and gone with the lab
         }
         command = ["nsenter", f"--net={namespace(node)}", sys.executable, "-m"]
         command += ["torch.distributed.run", *(f"--{key}={value}" for key, value in place.items())]

@@ -123,13 +123,19 @@ def test_the_table_compares_with_fp32_and_bf16_on_the_same_link():
     assert rows["none"]["excess"] == pytest.approx(0)
 
 
-def test_the_link_has_its_rate_and_the_interfaces_confirm_the_counted_bytes(lab, tmp_path):
+def test_the_link_has_its_rate_and_the_interfaces_confirm_the_counted_bytes(
+    lab, tmp_path, monkeypatch
+):
     """64 KiB of gradients in 40 steps; the rest is headers, rendezvous and evaluation."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     words = ("--compressor", "none", "--workers", "2", "--results", tmp_path, "--json")
     record = launcher.measure(job(*RUN, *words, "--task-set", "dimension=16384"))
     assert 0.7e8 < record["link"]["bits_per_second"] < 1.1e8
     counted = record["summary"]["wire_bytes"]["total"]
     assert counted <= sum(record["sent"]) < 1.1 * counted + 500_000
+    assert list(scratch.iterdir()) == []
 
 
 def test_two_nodes_of_two_workers_and_engine_ddp(lab, tmp_path):
