@@ -61,7 +61,7 @@ def test_declarations_hold(name, number):
     assert not failed
 
 
-EFFORT = cases.Effort(every=40, long=0, many=0, million=0, steps=5, thin=40)
+EFFORT = cases.Effort(every=200, long=0, many=0, million=0, steps=5, thin=200)
 
 
 @every

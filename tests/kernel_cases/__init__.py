@@ -21,7 +21,7 @@ from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import GcbenchError
 from gcbench.ops.cuda import compile, launch
 
-SIZES = {0: 4, 1: 4, 33: 2, 1024: 4, 1025: 1, 5000: 3, 70_007: 1}
+SIZES = {0: 4, 1: 4, 33: 3, 1024: 6, 1025: 1, 5000: 5, 70_007: 2}
 """No tile, part of one, one, more, and enough for two threads; one of how many calls is made."""
 SHARED_FROM = 5000
 """The least of them whose tiles two threads share."""
