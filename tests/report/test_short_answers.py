@@ -74,7 +74,7 @@ def too_long(result: Result) -> str:
 def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gcbench.commands.netlab.long_work", lambda *_, **__: long_analysis())
+    monkeypatch.setattr("gcbench.netlab.run", lambda *_: long_analysis())
     monkeypatch.setattr("gcbench.watch.run", lambda *_: long_analysis())
 
 
