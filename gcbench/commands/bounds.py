@@ -50,9 +50,6 @@ def bounds(
     compressed_steps: Annotated[
         int, option("Training steps with each method and seed; 0 for none.", LOOK, min=0)
     ] = 20,
-    weights: Annotated[
-        str | None, option("Weights whose noise is tested, e.g. '1.weight[3],3.weight[0]'.", LOOK)
-    ] = None,
     strict: Annotated[
         bool,
         typer.Option(
@@ -97,7 +94,6 @@ def bounds(
         batches=batches,
         compressed_steps=compressed_steps,
         methods=methods or "",
-        weights=tuple(word.strip() for word in weights.split(",")) if weights else (),
         claims=claims,
         quadratic_only=quadratic_only,
     )

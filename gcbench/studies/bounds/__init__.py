@@ -79,8 +79,6 @@ class Settings(BaseModel):
     """Training steps with each method and seed; 0: none."""
     methods: str = ""
     """Comma-separated; empty: all registered ones and `PUBLISHED`. `compressor` is added."""
-    weights: tuple[str, ...] = ()
-    """Weights whose noise is tested, as tensor[index]; empty: `observe.chosen`."""
     claims: str = "*"
     """A shell pattern of the claims' names."""
     quadratic_only: bool = False
@@ -306,7 +304,6 @@ def _train(
             every=settings.every,
             snapshots=settings.snapshot_steps(),
             batches=settings.batches,
-            weights=settings.weights,
             wanted=settings.wanted,
         )
     )
