@@ -12,7 +12,6 @@ from gcbench.commands import Details, Json, print_json
 from gcbench.core import output
 
 TIMINGS = Path("results/kernels.json")
-S = str | None
 
 
 class Kind(StrEnum):
@@ -24,7 +23,6 @@ class Kind(StrEnum):
     suites = "suites"
     words = "words"
     backends = "backends"
-    analyses = "analyses"
 
 
 class KernelFormat(StrEnum):
@@ -40,19 +38,15 @@ def list_(
     details: Details = False,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks, suites: also memories, backends, analyses, terms of the tables."""
-    from gcbench import studies
+    """List compressors, tasks, suites: also memories, backends, terms of the tables."""
     from gcbench.report import listings
 
-    analyses = kind is Kind.analyses
-    rows = studies.listed if analyses else listings.ROWS[kind.value]
     if json:
-        print_json(rows())
+        print_json(listings.ROWS[kind.value]())
     elif details:
-        listings.show(rows())
+        listings.show(listings.ROWS[kind.value]())
     else:
-        titles = studies.listed() if analyses else listings.titles(kind.value)
-        listings.show_titles(kind.value, titles)
+        listings.show_titles(kind.value, listings.titles(kind.value))
 
 
 def info(json: Json = False) -> None:
@@ -68,14 +62,6 @@ def info(json: Json = False) -> None:
 
 def kernels(
     file: Annotated[Path, typer.Argument(help="What `make bench` wrote.")] = TIMINGS,
-    op: Annotated[
-        S, typer.Option(help="Only operations and methods whose name contains this.")
-    ] = None,
-    backend: Annotated[
-        S, typer.Option(help="Only backends whose name begins with this, e.g. cpu.")
-    ] = None,
-    size: Annotated[S, typer.Option(help="Only this size, e.g. 25e6 or resnet50.")] = None,
-    threads: Annotated[S, typer.Option(help="Only this number of threads.")] = None,
     details: Details = False,
     format_: Annotated[
         KernelFormat, typer.Option("--format", help="How to print.")
@@ -86,6 +72,5 @@ def kernels(
     from gcbench.report import kernel_timings as timing
 
     timings = timing.load(file)
-    rows = timing.select(timings.rows, size=size, threads=threads, op=op, backend=backend)
-    text = timing.render(timings, rows, "json" if json else format_.value, details=details)
-    output.emit(text)
+    shown = "json" if json else format_.value
+    output.emit(timing.render(timings, timings.rows, shown, details=details))

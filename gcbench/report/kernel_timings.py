@@ -123,30 +123,6 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
-    """Return the rows whose `op` contains what is wanted, and whose other fields begin with it.
-
-    `wanted`: field to text, or None for all.
-
-    Raises:
-        UsageError: no row is left.
-    """
-    selected = list(rows)
-    for field, text in wanted.items():
-        if text is None:
-            continue
-        values = {id(row): str(getattr(row, field)) for row in selected}
-        left = [
-            row
-            for row in selected
-            if (text in values[id(row)] if field == "op" else values[id(row)].startswith(text))
-        ]
-        if not left:
-            raise unknown(field, text, set(values.values()))
-        selected = left
-    return selected
-
-
 # ---- text ----------------------------------------------------------------------------------------
 
 NAMES = ("op", "backend")

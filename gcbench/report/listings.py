@@ -263,27 +263,17 @@ def _cell(value: Any) -> str:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as blocks on stdout: the name and what it is, then the rest, indented."""
-    import shutil
     import textwrap
 
-    width = shutil.get_terminal_size((100, 24)).columns
+    indent = " " * 4
+    whole = {"break_long_words": False, "break_on_hyphens": False}
     for row in rows:
-        rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
         heading = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
-        output.emit(textwrap.fill(heading, width, break_long_words=False, break_on_hyphens=False))
-        for key, value in rest.items():
-            line = f"{key.replace('_', ' ')}: {_cell(value)}"
-            indent = "    "
-            output.emit(
-                textwrap.fill(
-                    line,
-                    width,
-                    initial_indent=indent,
-                    subsequent_indent=indent * 2,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
+        output.emit(textwrap.fill(heading, _width(), **whole))
+        for key, value in row.items():
+            if key not in ("name", "what", "defaults"):
+                line = f"{indent}{key.replace('_', ' ')}: {_cell(value)}"
+                output.emit(textwrap.fill(line, _width(), subsequent_indent=indent * 2, **whole))
 
 
 def show_titles(kind: str, rows: Sequence[Row]) -> None:
