@@ -266,7 +266,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     import textwrap
 
     indent = " " * 4
-    whole = {"break_long_words": False, "break_on_hyphens": False}
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     for row in rows:
         heading = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
         output.emit(textwrap.fill(heading, _width(), **whole))
