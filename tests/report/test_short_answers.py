@@ -50,6 +50,8 @@ DEFAULTS: dict[str, list[tuple[object, ...]]] = {
     "data get": [],
 }
 """Command -> arguments of calls that print a default answer; `data get` downloads."""
+SHOWING = ("run", "compare", "bundle", "histogram", "bandwidth", "verify", "report")
+"""Commands that show progress, on a slow machine also of what is otherwise quick."""
 
 
 def commands(app: typer.Typer, before: str = "") -> Iterator[str]:
@@ -106,7 +108,7 @@ def test_every_command_is_tried() -> None:
 def test_the_default_answer_is_short(command: str, words: tuple[object, ...]) -> None:
     if words == ("runs",):
         assert invoke("run", *SMALL, "--seed", SEEDS, "--results", "runs").code == 0
-    quiet = ["--progress", "none"] if command in ("run", "histogram", "bandwidth", "verify") else []
+    quiet = ["--progress", "none"] if command in SHOWING else []
     result = invoke(*command.split(), *filter(None, [*quiet, *words]))
     assert result.code == 0, result.err
     assert not too_long(result), result.out + result.err
