@@ -402,15 +402,6 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     return sentences
 
 
-def sheets(rows: Sequence[ComparisonRow]) -> list[list[Column]]:
-    """Return the columns of the table of results and, with times, those of the table of times."""
-    shown = groups(rows)
-    tables = [shown["which"] + shown["quality"] + shown["target"] + shown["traffic"]]
-    if shown["times"]:
-        tables.append(shown["which"] + shown["times"])
-    return tables
-
-
 def groups(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     """Return the groups of columns without those in which all rows are equal; see `alike`."""
     shown = _columns(rows)
@@ -436,7 +427,7 @@ def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
 
 def _markdown(rows: Sequence[ComparisonRow], asked: Layout) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].choices)
-    return "\n\n".join(markdown(columns, names) for columns in _chosen_sheets(rows, asked))
+    return "\n\n".join(markdown(columns, names) for columns in _sheets(rows, asked))
 
 
 def _footnotes(sentences: Sequence[str], format: str, width: int) -> list[str]:
@@ -508,7 +499,7 @@ def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
     environment = "table*" if asked.width == "double" else "table"
     footnotes = " ".join(map(latex_text, notes(rows)))
     blocks = []
-    for place, columns in enumerate(_chosen_sheets(rows, asked)):
+    for place, columns in enumerate(_sheets(rows, asked)):
         quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
         bold = {i: best_rows(rows) for i in quality}
         caption = "Times by phase, in ms." if place else _caption(rows, shared)
@@ -597,11 +588,12 @@ def laid_out(rows: Sequence[ComparisonRow], asked: Layout) -> dict[str, list[Col
     return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
 
 
-def _chosen_sheets(rows: Sequence[ComparisonRow], asked: Layout) -> list[list[Column]]:
-    if not asked.columns:
-        return sheets(rows)
-    shown = _chosen(_columns(rows), asked.columns)
-    return [[column for columns in shown.values() for column in columns]]
+def _sheets(rows: Sequence[ComparisonRow], asked: Layout) -> list[list[Column]]:
+    """Return the columns of the table of results and, with times, those of the table of times."""
+    shown = laid_out(rows, asked)
+    times = shown.pop("times", [])
+    tables = [[column for columns in shown.values() for column in columns]]
+    return [*tables, shown["which"] + times] if times else tables
 
 
 def render(
