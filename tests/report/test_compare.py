@@ -710,7 +710,7 @@ def test_a_suites_picture_has_the_published_points(
 ) -> None:
     """Panels by the paper's rates, numbers of workers across, ours filled, theirs hollow."""
     remaining = drawing(monkeypatch)
-    words = [ROOT / "results/reference", "--suite", "terngrad-figure3"]
+    words = [ROOT / "results/reference/terngrad-figure3.parquet", "--suite", "terngrad-figure3"]
     done = invoke("compare", *words, "--plot", tmp_path / "x.png", "--width", "double")
     assert done.code == 0, done.err
     (figure,) = remaining

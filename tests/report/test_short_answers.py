@@ -25,11 +25,11 @@ DEFAULTS: dict[str, list[tuple[object, ...]]] = {
     "run": [(*SMALL, "--seed", SEEDS)],
     "compare": [
         (ROWS,),
-        *((ROWS, "--suite", path.stem) for path in sorted(ROWS.glob("*.parquet"))),
+        *((path, "--suite", path.stem) for path in sorted(ROWS.glob("*.parquet"))),
         (ROWS / "main.parquet", "--trials"),
         (ROWS / "main.parquet", "--suite", "main", "--by", "seed", "--where", "seed=0"),
         (ROWS / "main.parquet", "--suite", "main", "--target", "0.7", "--sort", "payload"),
-        (ROWS, "--suite", "main", "--columns", "accuracy,vs,ratio,payload"),
+        (ROWS / "main.parquet", "--suite", "main", "--columns", "accuracy,vs,ratio,payload"),
         ("runs",),
     ],
     "bundle": [(ROWS / "main.parquet",)],
