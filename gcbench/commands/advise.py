@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import RUNS, Output, numbers, with_groups
+from gcbench.commands import RUNS, Output, numbers, option, with_groups
 from gcbench.commands.predict import CLUSTER_YAML, Job, compressed
 from gcbench.core.errors import UsageError
 
@@ -16,7 +16,7 @@ from gcbench.core.errors import UsageError
 def advise(
     *,
     job: Job,
-    workers: Annotated[str, typer.Option(help="Total number of GPUs.")] = "64",
+    workers: Annotated[str, option("Total number of GPUs.")] = "64",
     tolerance: Annotated[
         float, typer.Option(min=0, max=100, help="Acceptable loss of accuracy in points.")
     ] = 1.0,
@@ -29,8 +29,8 @@ def advise(
     ] = 5.0,
     runs: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Runs of suites: files of rows or folders. May be repeated.",
+        option(
+            "Runs of suites: files of rows or folders. May be repeated.",
             show_default=f"results/reference, {RUNS} and the packaged rows",
         ),
     ] = None,
@@ -41,7 +41,7 @@ def advise(
             help="Measure encoding times here, and under torchrun also the link between its ranks.",
         ),
     ] = False,
-    device: Annotated[str, typer.Option(help="With --measure: cpu (gloo) or cuda (NCCL).")] = "cpu",
+    device: Annotated[str, option("With --measure: cpu (gloo) or cuda (NCCL).")] = "cpu",
     out: Output,
 ) -> None:
     """Plan a training job: one worker, fp32, bf16, each method, accumulation, local steps, FSDP.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import Output, make, with_groups
+from gcbench.commands import Output, make, option, with_groups
 
 
 def _texts(text: str) -> list[str]:
@@ -32,15 +32,10 @@ def netlab(
         int | None, typer.Option(min=2, help="Workers in all; default 4, or those of the nodes.")
     ] = None,
     bandwidth: Annotated[
-        str,
-        typer.Option(help="Rates of each node's link: 100mbit,1gbit, or unlimited."),
+        str, option("Rates of each node's link: 100mbit,1gbit, or unlimited.")
     ] = "100mbit,1gbit",
-    delay: Annotated[
-        str, typer.Option(help="One-way delays: 0,5ms. Needs the kernel's netem.")
-    ] = "0",
-    loss: Annotated[
-        str, typer.Option(help="Shares of packets lost: 0,0.01. Needs the kernel's netem.")
-    ] = "0",
+    delay: Annotated[str, option("One-way delays: 0,5ms. Needs the kernel's netem.")] = "0",
+    loss: Annotated[str, option("Shares of packets lost: 0,0.01. Needs the kernel's netem.")] = "0",
     out: Output,
 ) -> None:
     """Train over real links of chosen rates: network namespaces of this machine.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from gcbench.commands import Output, make, numbers, with_groups
+from gcbench.commands import Output, make, numbers, option, with_groups
 from gcbench.core.errors import UsageError
 
 CLUSTER_YAML = """
@@ -27,42 +27,40 @@ class Job(NamedTuple):
 
     model: Annotated[
         str,
-        typer.Option(
-            help="alexnet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, bert-large, "
+        option(
+            "alexnet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, bert-large, "
             "transformer-1.3b."
         ),
     ] = "resnet50"
     module: Annotated[
-        str | None,
-        typer.Option(help="PACKAGE:CALLABLE that returns a torch module, instead of --model."),
+        str | None, option("PACKAGE:CALLABLE that returns a torch module, instead of --model.")
     ] = None
     cluster: Annotated[
         str,
-        typer.Option(
-            help="A .yaml file (its format is above), or one of gtx1080x4-1gbe, p100x4-100g, "
+        option(
+            "A .yaml file (its format is above), or one of gtx1080x4-1gbe, p100x4-100g, "
             "v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, h100x8-3200g, "
             "h100x8-100g, rtx4090x1-10g, rtx4090x1-1g, rtx4090x1-internet (GPU, GPUs per node, "
-            "link between nodes), g5.48xlarge.",
+            "link between nodes), g5.48xlarge."
         ),
     ] = "v100x8-25g"
     cluster_set: Annotated[
-        list[str] | None,
-        typer.Option(help="Change a setting of the cluster: price=2.5, inter.gbit=10."),
+        list[str] | None, option("Change a setting of the cluster: price=2.5, inter.gbit=10.")
     ] = None
     compressor: Annotated[
-        str | None, typer.Option(help="Methods, e.g. terngrad,topk:ratio=0.001; default all.")
+        str | None, option("Methods, e.g. terngrad,topk:ratio=0.001; default all.")
     ] = None
     batch: Annotated[
         int | None,
-        typer.Option(
-            help="Examples per GPU and step (sequences for transformers). The larger the batch, "
+        option(
+            "Examples per GPU and step (sequences for transformers). The larger the batch, "
             "the less compression can gain. Default: the batch of the published throughput."
         ),
     ] = None
     compute_ms: Annotated[
         float | None,
-        typer.Option(
-            help="Milliseconds of one GPU's forward and backward pass, if you measured it; "
+        option(
+            "Milliseconds of one GPU's forward and backward pass, if you measured it; "
             "default: from published throughput."
         ),
     ] = None
@@ -83,14 +81,12 @@ class Job(NamedTuple):
             "of gradients is compressed.",
         ),
     ] = False
-    dense_last: Annotated[bool, typer.Option(help="Exchange the last layer in fp32.")] = False
-    dense_below: Annotated[
-        int, typer.Option(help="Exchange tensors below this many elements in fp32.")
-    ] = 0
+    dense_last: Annotated[bool, option("Exchange the last layer in fp32.")] = False
+    dense_below: Annotated[int, option("Exchange tensors below this many elements in fp32.")] = 0
     kernels: Annotated[
         str,
-        typer.Option(
-            help="Encoding times. assumed: a range, from the packaged measurement scaled to the "
+        option(
+            "Encoding times. assumed: a range, from the packaged measurement scaled to the "
             "GPU's memory bandwidth down to the least time that this bandwidth allows; or a file "
             "of `gcbench bandwidth --json` made on the machine in question."
         ),
@@ -145,12 +141,12 @@ def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
     Raises:
         UsageError: such an option was given.
     """
-    for option in ctx.command.params:
-        name = str(option.name)
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
         source = ctx.get_parameter_source(name)
         explicit = source is not None and source.name == "COMMANDLINE"
         if explicit and name not in (*used, *Output._fields):
-            raise UsageError(f"{option.opts[0]} has no effect with {mode}; omit it")
+            raise UsageError(f"{parameter.opts[0]} has no effect with {mode}; omit it")
 
 
 @with_groups
@@ -159,13 +155,12 @@ def predict(
     *,
     job: Job,
     collective: Annotated[
-        str | None,
-        typer.Option(help="allreduce, allgather, twoshot, ring or sparse; default: the method's."),
+        str | None, option("allreduce, allgather, twoshot, ring or sparse; default: the method's.")
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(
-            help="Numbers of GPUs, up to 100000.",
+        option(
+            "Numbers of GPUs, up to 100000.",
             show_default="8,64,512; with --links that of the measurement",
         ),
     ] = None,
