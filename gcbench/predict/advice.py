@@ -384,7 +384,8 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
             text, brief = f"{shown.row.first.task}: {text}", f"{text} *"
         row |= {"accuracy": text, "accuracy_brief": brief, "accuracy_from": shown.setting}
         row["accuracy_task"] = shown.row.first.task
-        row["distance"] = shown.distance(network.numel, _examples(settings, prepared), workers)
+        examples = None if prepared.batch is None else prepared.batch * workers
+        row["distance"] = shown.distance(network.numel, examples, workers)
         if shown.row.metric == "accuracy" and not shown.row.failed and shown.lost:
             middle, low, high = shown.lost
             row |= {"accuracy_difference": -middle, "accuracy_low": -high, "accuracy_high": -low}
@@ -407,11 +408,6 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
         verdict = UNCLEAR
     row["advice"], row["refused"] = verdict, None
     return row
-
-
-def _examples(settings: Settings, prepared: Prepared) -> int | None:
-    """Return the examples of a step, all workers together; None without a batch."""
-    return None if prepared.batch is None else prepared.batch * settings.workers[0]
 
 
 def _evidence_rows(

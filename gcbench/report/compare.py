@@ -141,6 +141,12 @@ class ComparisonRow:
         return self.first.compressor_name == BASELINE
 
     @property
+    def behind(self) -> float:
+        """What sorts rows, the best result first and failed ones last."""
+        sign = -1 if self.metric == "accuracy" else 1
+        return math.inf if self.mean is None else sign * self.mean
+
+    @property
     def may_be_best(self) -> bool:
         """Whether the first place of its tier is among its possible places."""
         return self.rank is not None and self.rank.partition("-")[0] == "1"

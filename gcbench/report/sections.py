@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -211,12 +211,6 @@ def _pictures(draw: Callable[[Path], object]) -> list[str]:
         ]
 
 
-def _machine(provenance: Mapping[str, Any]) -> str:
-    """Return a run's machine, versions and commit in one line."""
-    backend = provenance.get("backend")
-    return where(provenance) + (f", backend {backend}" if backend else "")
-
-
 # ---- accuracy ------------------------------------------------------------------------------------
 
 
@@ -367,9 +361,10 @@ def _omitted(one: Compared, *, drawn: bool) -> str:
 
 
 def _where(one: Compared) -> list[str]:
-    """Return the machines and versions of the runs, a line each."""
+    """Return machine, versions, commit and backend of the runs, a line each."""
     provenances = {id(run.summary.provenance): run.summary.provenance for run in one.runs}
-    lines = sorted({_machine(provenance) for provenance in provenances.values()} - {""})
+    facts = [(where(each), each.get("backend")) for each in provenances.values()]
+    lines = sorted({place + f", backend {b}" * bool(b) for place, b in facts} - {""})
     more = len(lines) - MOST_PLACES
     return lines if more <= 0 else [*lines[:MOST_PLACES], f"and {more:,} more machines or versions"]
 

@@ -668,9 +668,7 @@ def best(rows: Sequence[ComparisonRow], most: int) -> list[ComparisonRow]:
         groups.setdefault((row.tier, budget), []).append(place)
 
     def behind(place: int) -> tuple[bool, float]:
-        row = rows[place]
-        sign = -1 if row.metric == "accuracy" else 1
-        return not row.is_baseline, math.inf if row.mean is None else sign * row.mean
+        return not rows[place].is_baseline, rows[place].behind
 
     ordered = [
         (turn, behind(place), place)
