@@ -381,7 +381,8 @@ def _tags(
     for key in keys:
         value = config.get(key)
         if DECLARED.roles[key] == "method":
-            if _is_changed(method, key, value):
+            usual = DECLARED.defaults[key] if method is None else method.default(key)
+            if value != usual:
                 pairs.append(f"{key}={text(value)}")
         elif key not in DECLARED.bare:
             pairs.append(f"{key}={text(value)}")
@@ -397,11 +398,6 @@ _IN_WORDS = frozenset(
     }
 )
 """Settings of a method in the first part of its label."""
-
-
-def _is_changed(method: declared.Declared | None, key: str, value: Any) -> bool:
-    """Return whether a setting differs from the method's default."""
-    return bool(value != (DECLARED.defaults[key] if method is None else method.default(key)))
 
 
 def _memory_words(
@@ -789,9 +785,6 @@ def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]
         value = (row.tier or "none") if tiers else text(_settings(row.runs[0]).get(key))
         groups.setdefault(value, []).append(row)
     if tiers:
-        return dict(sorted(groups.items(), key=lambda group: -_most_bits(group[1])))
+        most = {name: max(row.bits_up or 0.0 for row in group) for name, group in groups.items()}
+        return dict(sorted(groups.items(), key=lambda group: -most[group[0]]))
     return groups
-
-
-def _most_bits(rows: Sequence[ComparisonRow]) -> float:
-    return max(row.bits_up or 0.0 for row in rows)

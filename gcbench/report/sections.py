@@ -117,12 +117,9 @@ class Sheet:
     def kind(self, place: int) -> str:
         """Return the CSS class of the column at `place`, from 1; the class "key" stays in view."""
         if place > self.which:
-            return "prose" if self._prose(self.columns[place - 1]) else ""
+            prose = any(len(cell) > 60 for cell in self.columns[place - 1].cells)
+            return "prose" if prose else ""
         return "name key" if place == 1 else "name"
-
-    @staticmethod
-    def _prose(column: Column) -> bool:
-        return any(len(cell) > 60 for cell in column.cells)
 
     @property
     def long(self) -> bool:
