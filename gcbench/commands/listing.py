@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import Details, Json, print_json
+from gcbench.commands import Details, Format, Formatted, Json, print_json
 from gcbench.core import output
 
 TIMINGS = Path("results/kernels.json")
@@ -23,14 +23,6 @@ class Kind(StrEnum):
     suites = "suites"
     words = "words"
     backends = "backends"
-
-
-class KernelFormat(StrEnum):
-    """The formats in which timings are printed."""
-
-    table = "table"
-    markdown = "markdown"
-    json = "json"
 
 
 def list_(
@@ -63,9 +55,7 @@ def info(json: Json = False) -> None:
 def kernels(
     file: Annotated[Path, typer.Argument(help="What `make bench` wrote.")] = TIMINGS,
     details: Details = False,
-    format_: Annotated[
-        KernelFormat, typer.Option("--format", help="How to print.")
-    ] = KernelFormat.table,
+    format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
     """Show saved timings of kernels: beside copy_, eager torch and the least memory traffic."""
@@ -73,4 +63,4 @@ def kernels(
 
     timings = timing.load(file)
     shown = "json" if json else format_.value
-    output.emit(timing.render(timings, timings.rows, shown, details=details))
+    output.emit(timing.render(timings, shown, details=details))

@@ -493,6 +493,6 @@ def kernels(title: str, timings: Timings) -> Section:
     """Return the section of kernel timings."""
     machine, meaning = kernel_timings.notes(timings)
     section = Section(title, "timing", [meaning], commands=["make bench"], where=[machine])
-    for heading, columns in kernel_timings.tables(timings, timings.rows):
+    for heading, columns in kernel_timings.tables(timings):
         section.sheets.append(Sheet(heading, columns, len(kernel_timings.NAMES)))
     return section
