@@ -102,8 +102,7 @@ def _fit(
     lines: int,
     titles: Mapping[int, str] | None = None,
 ) -> _Table:
-    layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    groups = tables.laid_out(rows, layout)
+    groups = tables.laid_out(rows, asked)
     which = groups["which"]
     place = len(rows[0].context)
     labels = short_labels(rows)

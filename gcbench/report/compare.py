@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.core.errors import UsageError, unknown
@@ -668,14 +669,17 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 class Asked(NamedTuple):
     """The options of a comparison, as given on the command line."""
 
-    conditions: Mapping[str, Sequence[str]]
+    conditions: Mapping[str, Sequence[str]] = MappingProxyType({})
     """Setting -> the values allowed."""
-    target: str | None
-    by: str | None
-    format: str
+    target: str | None = None
+    by: str | None = None
+    format: str = "table"
     sort: str = ""
+    """One of `tables.SORTS`: the best row comes first, or the worst with "-" before the name."""
     columns: Sequence[str] = ()
+    """Beginnings of headings; empty: all columns in which rows differ."""
     width: str = ""
+    """"single" or "double": the column of a paper."""
     labels: Sequence[Label] = ()
     details: bool = False
     lines: int = LINES
@@ -716,8 +720,7 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
     if asked.format == "table" and not asked.details:
         return brief.render(rows, asked, title, tables.columns())
     tiers = asked.by is None and any(row.tier is not None for row in rows)
-    layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    text = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    text = tables.render(rows, asked.format, by="tier" if tiers else asked.by, asked=asked)
     if not title or asked.format in ("csv", "json"):
         return text
     return f"{sentence(title, asked.format, tables.columns())}\n\n{text}"

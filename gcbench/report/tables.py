@@ -6,13 +6,13 @@ import math
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import canonical, text
 from gcbench.report import compare, glossary
-from gcbench.report.compare import ComparisonRow
+from gcbench.report.compare import Asked, ComparisonRow
 from gcbench.report.rendering import (
     MB,
     Column,
@@ -413,7 +413,7 @@ def groups(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     return shown
 
 
-def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
+def _table(rows: Sequence[ComparisonRow], width: int, asked: Asked) -> str:
     """Return as few tables as fit into `width` columns."""
     shown = laid_out(rows, asked)
     which = shown.pop("which")
@@ -425,7 +425,7 @@ def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
     return terminal(which, list(filter(None, shown.values())), width)
 
 
-def _markdown(rows: Sequence[ComparisonRow], asked: Layout) -> str:
+def _markdown(rows: Sequence[ComparisonRow], asked: Asked) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].choices)
     return "\n\n".join(markdown(columns, names) for columns in _sheets(rows, asked))
 
@@ -493,7 +493,7 @@ def _caption(rows: Sequence[ComparisonRow], shared: str) -> str:
     )
 
 
-def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
+def _latex(rows: Sequence[ComparisonRow], asked: Asked, shared: str) -> str:
     """Return a floating table (package booktabs), one of times, and the footnotes."""
     names = len(rows[0].context) + 1 + len(rows[0].choices)
     environment = "table*" if asked.width == "double" else "table"
@@ -508,18 +508,6 @@ def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
 
 
 # ---- what is shown, in which order ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a table is laid out."""
-
-    sort: str = ""
-    """One of `SORTS`: the best row comes first, or the worst with "-" before the name."""
-    columns: Sequence[str] = ()
-    """Beginnings of headings; empty: all columns in which rows differ."""
-    width: str = ""
-    """"single" or "double": the column of a paper."""
 
 
 SORTS: dict[str, tuple[str, Callable[[ComparisonRow], Any]]] = {
@@ -545,7 +533,7 @@ SORTS: dict[str, tuple[str, Callable[[ComparisonRow], Any]]] = {
 
 
 def in_order(rows: Sequence[ComparisonRow], sort: str) -> list[ComparisonRow]:
-    """Return the rows sorted, those without a value last; `sort` as in `Layout`.
+    """Return the rows sorted, those without a value last; `sort` as in `Asked`.
 
     Raises:
         UsageError: an unknown `sort`.
@@ -583,12 +571,12 @@ def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[st
     return {"which": groups["which"], "chosen": list(unique.values())}
 
 
-def laid_out(rows: Sequence[ComparisonRow], asked: Layout) -> dict[str, list[Column]]:
+def laid_out(rows: Sequence[ComparisonRow], asked: Asked) -> dict[str, list[Column]]:
     """Return the groups of columns to show."""
     return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
 
 
-def _sheets(rows: Sequence[ComparisonRow], asked: Layout) -> list[list[Column]]:
+def _sheets(rows: Sequence[ComparisonRow], asked: Asked) -> list[list[Column]]:
     """Return the columns of the table of results and, with times, those of the table of times."""
     shown = laid_out(rows, asked)
     times = shown.pop("times", [])
@@ -601,7 +589,7 @@ def render(
     format: str = "table",
     width: int | None = None,
     by: str | None = None,
-    layout: Layout | None = None,
+    asked: Asked | None = None,
 ) -> str:
     """Return the rows as text in one of `FORMATS`, without a final line break.
 
@@ -616,7 +604,7 @@ def render(
         raise unknown("format", format, FORMATS)
     if not rows:
         raise UsageError("no rows to show; load at least one finished run")
-    asked = layout or Layout()
+    asked = asked or Asked()
     rows = in_order(rows, asked.sort)
     tabled = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):

@@ -687,14 +687,15 @@ def test_columns_in_which_rows_do_not_differ_are_told_once(tmp_path: Path) -> No
 
 
 def test_latex_has_a_caption_and_the_best_within_its_interval_is_bold(tmp_path: Path) -> None:
-    from gcbench.report.tables import Layout, best_rows
+    from gcbench.report.compare import Asked
+    from gcbench.report.tables import best_rows
 
     values = {"best": (0.90, 0.92, 0.94), "near": (0.90, 0.90, 0.90), "far": (0.5, 0.5, 0.5)}
     rows = [summary(name, s, v) for name, mine in values.items() for s, v in enumerate(mine)]
     better = [summary("none", seed, 0.99) for seed in range(3)]
     result = table(tmp_path, *better, *rows)
     assert [result[i].method for i in best_rows(result)] == ["best", "near"]
-    text = render(result, "latex", layout=Layout(width="double"))
+    text = render(result, "latex", asked=Asked(width="double"))
     assert text.count(r"\textbf{") == 2
     assert r"best & \textbf{92.00 $\pm$ 2.00}" in text
     assert r"near & \textbf{90.00 $\pm$ 0.00}" in text
