@@ -235,11 +235,11 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
             flags.append(flag.replace(kind=KEYWORD))
 
     def call(**values: Any) -> None:
-        made = {
+        instances = {
             name: group(**{field: values.pop(field) for field in group._fields})
             for name, group in groups.items()
         }
-        function(**values, **made)
+        function(**values, **instances)
 
     return with_flags(call, flags, function)
 

@@ -101,13 +101,13 @@ class Job(NamedTuple):
         from gcbench.predict import clusters
         from gcbench.training import grid
 
-        given = dict(grid.pairs("--cluster-set", self.cluster_set))
+        updates = dict(grid.pairs("--cluster-set", self.cluster_set))
         if self.overlap is not None:
-            given["overlap"] = self.overlap
+            updates["overlap"] = self.overlap
         fields = ("model", "module", "batch", "compute_ms", "sharded", "dense_last", "dense_below")
-        own = {name: getattr(self, name) for name in (*fields, "kernels")}
-        cluster = clusters.load(self.cluster, {**changes, **given})
-        return make(kind, FLAGS, **{**own, "cluster": cluster, **more})
+        fields_of_job = {name: getattr(self, name) for name in (*fields, "kernels")}
+        cluster = clusters.load(self.cluster, {**changes, **updates})
+        return make(kind, FLAGS, **{**fields_of_job, "cluster": cluster, **more})
 
 
 FLAGS = {"compressors": "--compressor"}
