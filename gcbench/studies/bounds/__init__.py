@@ -473,7 +473,7 @@ def _conclusions(rows: Sequence[Row]) -> list[str]:
         numbers = [f"{verdicts.count(v)} {VERBS[v]}" for v in VERDICTS if verdicts.count(v)]
         rows_of = f"{kind} rows" if len(verdicts) > 1 else f"{kind} row"
         counts.append(f"{len(verdicts)} {rows_of}: {', '.join(numbers)}" if verdicts else "")
-    sentences = ["; ".join(filter(None, counts)) + "."]
+    sentences = ["; ".join(filter(None, counts)) + "."] if rows else []
     for verdict, meaning in (
         ("undecided", "could not be decided: the interval is too wide for the bound"),
         (LOOSELY, f"held with a slack above {LOOSE:g}, under which a wrong code could hide"),
