@@ -24,7 +24,7 @@ from gcbench.core.errors import GcbenchError, UsageError
 
 if TYPE_CHECKING:
     from gcbench.core import progress
-    from gcbench.report.analysis import Analysis, Ledger
+    from gcbench.report.analysis import Analysis
 
     Draw = Callable[[Analysis, Path], list[Path] | None]
 
@@ -93,6 +93,11 @@ Details = Annotated[
 ]
 
 
+def option(help: str, panel: str | None = None, *flags: str, **more: Any) -> Any:
+    """Return an option: its help, its group in the help of the command, and its flags."""
+    return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+
+
 SUITE = "A paper's table or figure, see `gcbench list suites`, or a YAML file."
 
 
@@ -146,27 +151,55 @@ class Output(NamedTuple):
     json: Json = False
 
     def deliver(self, analysis: Analysis, draw: Draw | None = None) -> None:
-        """Save, print and draw an analysis; see `deliver`."""
-        deliver(
-            analysis,
-            self.results,
-            self.plot,
-            self.format_,
-            as_json=self.json,
-            details=self.details,
-            draw=draw,
-        )
+        """Save an analysis, print it, and draw it into its folder and to `plot`."""
+        from gcbench.report import analysis as measuring
 
-    @classmethod
-    def flags(cls) -> list[inspect.Parameter]:
-        """Return a parameter of a command for each field."""
-        hints = get_type_hints(cls, include_extras=True)
-        return [
-            inspect.Parameter(name, KEYWORD, default=default, annotation=hints[name])
-            for name, default in cls._field_defaults.items()
-        ]
+        folder = measuring.save(analysis, self.results)
+        shown = "json" if self.json else self.format_.value
+        output.emit(measuring.render(analysis, shown, details=self.details))
+        for path in filter(None, (folder / f"{analysis.kind}.png", self.plot)):
+            drawn = (draw or studies.draw)(analysis, path) or [path]
+            say(f"wrote {', '.join(map(str, drawn))}")
+
+    def run(self, study: Any, settings: Any, steps: int, code: str = "", **more: Any) -> Analysis:
+        """Run an analysis that stores its finished parts in a ledger, and show its progress.
+
+        `study` has `KIND` and `run`, which also gets `more`. `steps`: of the progress; with `force`
+        the ledger starts empty. An analysis whose result follows from its settings alone passes the
+        digest of its `code`: a finished one is then read instead of repeated. Others depend on
+        files that change, such as rows of runs, and are always repeated.
+        """
+        from gcbench.core import progress
+        from gcbench.report import analysis as measuring
+
+        name = f"{study.KIND}-{measuring.digest(settings.model_dump(mode='json'))}"
+        folder = self.results / name
+        if code and not self.force and measuring.finished(folder):
+            done = measuring.load(folder)
+            other = done.provenance.get("code") != code
+            say(f"{folder} is finished{other * OTHER}; --force repeats it")
+            return done
+        observer = progress.observer(self.progress.value, name, steps)
+        try:
+            with measuring.Ledger(folder, code).open(afresh=self.force) as ledger:
+                if ledger.code != code:
+                    say(f"{folder} continues stored work{OTHER}; --force starts over")
+                result: Analysis = study.run(settings, command_line(), observer, ledger, **more)
+                result.provenance["started"] = ledger.started
+                if code:
+                    result.provenance["code"] = ledger.code
+                return result
+        finally:
+            observer.close()
+            with suppress(OSError):  # an analysis that was refused leaves no empty folder behind
+                path = folder / measuring.LEDGER
+                if not path.stat().st_size:
+                    path.unlink()
+                    path.parent.rmdir()
 
 
+OTHER = ", made by another version of the code"
+"""Part of a message; the result is still used, because any edit changes the digest."""
 KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -181,37 +214,34 @@ def with_flags(
     return call
 
 
-def with_output(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with the flags of `Output`, which the function receives as `out`."""
+def flags_of(group: Any) -> list[inspect.Parameter]:
+    """Return a parameter of a command for each field of a named tuple."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(name, KEYWORD, default=default, annotation=hints[name])
+        for name, default in group._field_defaults.items()
+    ]
+
+
+def with_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command in which each parameter of `function` that is a named tuple is its flags."""
+    groups: dict[str, Any] = {}
+    flags: list[inspect.Parameter] = []
+    for name, flag in inspect.signature(function, eval_str=True).parameters.items():
+        if hasattr(flag.annotation, "_field_defaults"):
+            groups[name] = flag.annotation
+            flags += flags_of(flag.annotation)
+        else:
+            flags.append(flag.replace(kind=KEYWORD))
 
     def call(**values: Any) -> None:
-        out = Output(**{name: values.pop(name) for name in Output._fields})
-        function(**values, out=out)
+        instances = {
+            name: group(**{field: values.pop(field) for field in group._fields})
+            for name, group in groups.items()
+        }
+        function(**values, **instances)
 
-    declared = inspect.signature(function, eval_str=True).parameters.values()
-    flags = [flag.replace(kind=KEYWORD) for flag in declared if flag.name != "out"]
-    return with_flags(call, [*flags, *Output.flags()], function)
-
-
-def deliver(
-    analysis: Analysis,
-    results: Path,
-    plot: Path | None,
-    chosen: Format,
-    *,
-    as_json: bool,
-    details: bool,
-    draw: Draw | None = None,
-) -> None:
-    """Save an analysis, print it, and draw it into its folder and to `plot`."""
-    from gcbench.report import analysis as measuring
-
-    folder = measuring.save(analysis, results)
-    shown = "json" if as_json else chosen.value
-    output.emit(measuring.render(analysis, shown, details=details))
-    for path in filter(None, (folder / f"{analysis.kind}.png", plot)):
-        drawn = (draw or studies.draw)(analysis, path) or [path]
-        say(f"wrote {', '.join(map(str, drawn))}")
+    return with_flags(call, flags, function)
 
 
 def command_line() -> str:
@@ -261,55 +291,6 @@ def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **fields: A
         field = str(first["loc"][0])
         flag = (flags or {}).get(field, f"--{field.replace('_', '-')}")
         raise UsageError(f"{flag}: {first['msg']} (came: {first['input']!r})") from None
-
-
-OTHER = ", made by another version of the code"
-"""Part of a message; the result is still used, because any edit changes the digest."""
-
-
-def long_work(
-    kind: str,
-    settings: Any,
-    results: Path,
-    shown: Progress,
-    steps: int,
-    work: Callable[[Any, str, progress.Observer, Ledger], Analysis],
-    *,
-    force: bool,
-    code: str = "",
-) -> Analysis:
-    """Run an analysis that stores its finished parts in a ledger, and show its progress.
-
-    `steps`: of the progress; with `force` the ledger starts empty. An analysis whose result follows
-    from its settings alone passes the digest of its `code`: a finished one is then read instead of
-    repeated. Others depend on files that change, such as rows of runs, and are always repeated.
-    """
-    from gcbench.core import progress
-    from gcbench.report import analysis as measuring
-
-    name = f"{kind}-{measuring.digest(settings.model_dump(mode='json'))}"
-    if code and not force and measuring.finished(results / name):
-        result = measuring.load(results / name)
-        other = result.provenance.get("code") != code
-        say(f"{results / name} is finished{other * OTHER}; --force repeats it")
-        return result
-    observer = progress.observer(shown.value, name, steps)
-    try:
-        with measuring.Ledger(results / name, code).open(afresh=force) as ledger:
-            if ledger.code != code:
-                say(f"{results / name} continues stored work{OTHER}; --force starts over")
-            result = work(settings, command_line(), observer, ledger)
-            result.provenance["started"] = ledger.started
-            if code:
-                result.provenance["code"] = ledger.code
-            return result
-    finally:
-        observer.close()
-        with suppress(OSError):  # an analysis that was refused leaves no empty folder behind
-            path = results / name / measuring.LEDGER
-            if not path.stat().st_size:
-                path.unlink()
-                path.parent.rmdir()
 
 
 LONGEST_MESSAGE = 4000

@@ -2,116 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from gcbench.commands import Output, say, with_output
+from gcbench.commands import Output, option, say, with_groups
 
-S = str | None
 SIZES = "Bytes of the float32 gradient"
 WHAT = "What is measured"
 WHERE = "Where it runs"
 
 
-def _opt(*flags: str, text: str, panel: str) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=False)
-
-
-@with_output
+@with_groups
 def bandwidth(
     *,
     sizes: Annotated[
-        str, typer.Option(help="Sizes; K, M, G are powers of 1024.", rich_help_panel=SIZES)
+        str, option("Sizes; K, M, G are powers of 1024.", SIZES)
     ] = "4K,32K,256K,2M,16M",
     iterations: Annotated[
         int,
-        typer.Option(
-            "-n",
-            "--iters",
+        option(
+            "Timed iterations of each size and item; a verdict needs 7.",
+            SIZES,
+            *("-n", "--iters"),
             min=1,
-            help="Timed iterations of each size and item; a verdict needs 7.",
-            rich_help_panel=SIZES,
         ),
     ] = 20,
     warmup: Annotated[
         int,
-        typer.Option(
-            "-w",
-            "--warmup-iters",
-            min=0,
-            help="Iterations before the timed ones.",
-            rich_help_panel=SIZES,
-        ),
+        option("Iterations before the timed ones.", SIZES, "-w", "--warmup-iters", min=0),
     ] = 5,
     compressor: Annotated[
-        S,
-        _opt("--compressor", text="Methods, e.g. none,topk:ratio=0.001. Default all.", panel=WHAT),
+        str | None, option("Methods, e.g. none,topk:ratio=0.001. Default all.", WHAT)
     ] = None,
     collective: Annotated[
-        S,
-        _opt(
-            "--collective",
-            text="Collectives of the methods: allreduce, allgather, twoshot, ring, sparse, or "
-            "all. Default each method's own.",
-            panel=WHAT,
+        str | None,
+        option(
+            "Collectives of the methods: allreduce, allgather, twoshot, ring, sparse, or all. "
+            "Default each method's own.",
+            WHAT,
         ),
     ] = None,
     plain: Annotated[
-        S,
-        _opt(
-            "--plain",
-            text="Uncompressed collectives of the library: all_reduce, reduce_scatter, "
-            "all_gather, alltoall, broadcast, sendrecv. Default all.",
-            panel=WHAT,
+        str | None,
+        option(
+            "Uncompressed collectives of the library: all_reduce, reduce_scatter, all_gather, "
+            "alltoall, broadcast, sendrecv. Default all.",
+            WHAT,
         ),
     ] = None,
     memory: Annotated[
-        bool,
-        typer.Option(
-            "--memory/--no-memory",
-            help="Whether methods use their memory (error feedback).",
-            rich_help_panel=WHAT,
-        ),
+        bool, option("Whether methods use their memory (error feedback).", WHAT)
     ] = True,
     link_latency_us: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Latency per message of predicted links, in microseconds.",
-            rich_help_panel=WHAT,
-        ),
+        float, option("Latency per message of predicted links, in microseconds.", WHAT, min=0)
     ] = 50.0,
     workers: Annotated[
-        int | None,
-        _opt("--workers", text="Number of processes. Default 2, or torchrun's.", panel=WHERE),
+        int | None, option("Number of processes. Default 2, or torchrun's.", WHERE)
     ] = None,
     engine: Annotated[
-        S,
-        _opt(
-            "--engine",
-            text="spawn starts the processes; torchrun is detected. Default spawn.",
-            panel=WHERE,
-        ),
+        str | None,
+        option("spawn starts the processes; torchrun is detected. Default spawn.", WHERE),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="cpu (gloo) or cuda (NCCL).", rich_help_panel=WHERE)
-    ] = "cpu",
-    backend: Annotated[
-        str, typer.Option(help="auto, reference, cpu or cuda.", rich_help_panel=WHERE)
-    ] = "auto",
+    device: Annotated[str, option("cpu (gloo) or cuda (NCCL).", WHERE)] = "cpu",
+    backend: Annotated[str, option("auto, reference, cpu or cuda.", WHERE)] = "auto",
     threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Threads of each process. Default: cores / workers.",
-            rich_help_panel=WHERE,
-            show_default=False,
-        ),
+        int | None, option("Threads of each process. Default: cores / workers.", WHERE, min=1)
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the methods' random numbers.", rich_help_panel=WHERE)
-    ] = 0,
+    seed: Annotated[int, option("Seed of the methods' random numbers.", WHERE)] = 0,
     out: Output,
 ) -> None:
     """Time plain and compressed collectives; check every result; exit code 1 if one is wrong.

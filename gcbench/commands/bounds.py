@@ -2,57 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from gcbench.commands import DataDir, Output, command_line, say, with_output
+from gcbench.commands import DataDir, Output, command_line, option, say, with_groups
 
 TRAIN = "The training whose gradients are observed"
 LOOK = "What is tested"
 
 
-def _opt(text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, **more)
-
-
-@with_output
+@with_groups
 def bounds(
     *,
     claims: Annotated[
-        str, _opt("Only claims whose names match, e.g. 'sign*' or '*/topk'.", LOOK)
+        str, option("Only claims whose names match, e.g. 'sign*' or '*/topk'.", LOOK)
     ] = "*",
     quadratic_only: Annotated[
-        bool, _opt("Train nothing: only known inputs and quadratics.", LOOK)
+        bool, option("Train nothing: only known inputs and quadratics.", LOOK)
     ] = False,
     methods: Annotated[
         str | None,
-        _opt("Methods, e.g. topk:ratio=0.1,qsgd:norm=2; default all.", LOOK),
+        option("Methods, e.g. topk:ratio=0.1,qsgd:norm=2; default all.", LOOK),
     ] = None,
-    task: Annotated[str, _opt("Task; see `gcbench list tasks`.", TRAIN)] = "digits",
-    network: Annotated[str | None, _opt("The task's network, e.g. resnet20.", TRAIN)] = None,
+    task: Annotated[str, option("Task; see `gcbench list tasks`.", TRAIN)] = "digits",
+    network: Annotated[str | None, option("The task's network, e.g. resnet20.", TRAIN)] = None,
     task_set: Annotated[
-        list[str] | None, _opt("A task's field, e.g. noise=2.", TRAIN, show_default=False)
+        list[str] | None, option("A task's field, e.g. noise=2.", TRAIN, show_default=False)
     ] = None,
     compressor: Annotated[
-        str, _opt("Compressor of this training, e.g. topk:ratio=0.001.", TRAIN)
+        str, option("Compressor of this training, e.g. topk:ratio=0.001.", TRAIN)
     ] = "none",
-    workers: Annotated[int, _opt("Number of workers.", TRAIN, min=1)] = 4,
-    steps: Annotated[int, _opt("Training steps.", TRAIN, min=1)] = 200,
-    batch: Annotated[int | None, _opt("Examples a step; default the task's.", TRAIN, min=1)] = None,
-    lr: Annotated[float | None, _opt("Learning rate; default the task's.", TRAIN)] = None,
-    seed: Annotated[str, _opt("Seeds; with 3 or more, intervals are over seeds.", TRAIN)] = "0,1,2",
-    every: Annotated[int, _opt("Steps between observations.", LOOK, min=1)] = 10,
-    snapshots: Annotated[
-        int, _opt("Number of steps at which the gradient's noise is sampled.", LOOK, min=1)
-    ] = 3,
-    batches: Annotated[int, _opt("Batches drawn at each of them.", LOOK, min=8)] = 128,
-    compressed_steps: Annotated[
-        int, _opt("Training steps with each method and seed; 0 for none.", LOOK, min=0)
-    ] = 20,
-    weights: Annotated[
-        str | None, _opt("Weights whose noise is tested, e.g. '1.weight[3],3.weight[0]'.", LOOK)
+    workers: Annotated[int, option("Number of workers.", TRAIN, min=1)] = 4,
+    steps: Annotated[int, option("Training steps.", TRAIN, min=1)] = 200,
+    batch: Annotated[
+        int | None, option("Examples a step; default the task's.", TRAIN, min=1)
     ] = None,
+    lr: Annotated[float | None, option("Learning rate; default the task's.", TRAIN)] = None,
+    seed: Annotated[
+        str, option("Seeds; with 3 or more, intervals are over seeds.", TRAIN)
+    ] = "0,1,2",
+    every: Annotated[int, option("Steps between observations.", LOOK, min=1)] = 10,
+    snapshots: Annotated[
+        int, option("Number of steps at which the gradient's noise is sampled.", LOOK, min=1)
+    ] = 3,
+    batches: Annotated[int, option("Batches drawn at each of them.", LOOK, min=8)] = 128,
+    compressed_steps: Annotated[
+        int, option("Training steps with each method and seed; 0 for none.", LOOK, min=0)
+    ] = 20,
     strict: Annotated[
         bool,
         typer.Option(
@@ -97,7 +94,6 @@ def bounds(
         batches=batches,
         compressed_steps=compressed_steps,
         methods=methods or "",
-        weights=tuple(word.strip() for word in weights.split(",")) if weights else (),
         claims=claims,
         quadratic_only=quadratic_only,
     )

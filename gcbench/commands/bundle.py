@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import RUNS, Progress, Shown, end_with, say, watched
+from gcbench.commands import RUNS, Progress, Shown, end_with, option, say, watched
 
 
 def bundle(
@@ -21,9 +21,7 @@ def bundle(
     ),
     source: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="File or folder with the source of a plug-in. May be repeated.", show_default=False
-        ),
+        option("File or folder with the source of a plug-in. May be repeated.", show_default=False),
     ] = None,
     progress: Shown = Progress.auto,
 ) -> None:

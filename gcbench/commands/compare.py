@@ -21,6 +21,7 @@ from gcbench.commands import (
     Progress,
     Shown,
     end_with,
+    option,
     say,
     watched,
 )
@@ -54,59 +55,49 @@ def compare(
     ] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option(help="Only rows with this setting, e.g. workers=4 or compressor=none,topk."),
+        option("Only rows with this setting, e.g. workers=4 or compressor=none,topk."),
     ] = None,
     by: Annotated[
         S,
-        typer.Option(
-            help="Print a table for each value of a setting, e.g. task; machine: do the same runs "
+        option(
+            "Print a table for each value of a setting, e.g. task; machine: do the same runs "
             "on several machines end in the same parameters?"
         ),
     ] = None,
     target: Annotated[
         S,
-        typer.Option(
-            help="Show steps and bytes to this accuracy, e.g. 0.9 (or to this test loss); fp32: "
+        option(
+            "Show steps and bytes to this accuracy, e.g. 0.9 (or to this test loss); fp32: "
             "to where `none` ends."
         ),
     ] = None,
-    trials: Annotated[
-        bool, typer.Option(help="Also show the trials that chose learning rates.")
-    ] = False,
+    trials: Annotated[bool, option("Also show the trials that chose learning rates.")] = False,
     format_: Formatted = Format.table,
-    suite: Annotated[
-        S, typer.Option(help=SUITE + " Only its runs, beside the published numbers.")
-    ] = None,
+    suite: Annotated[S, option(SUITE + " Only its runs, beside the published numbers.")] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            help="Draw accuracy against bytes, or a suite with its paper's numbers (.png, .svg, "
-            ".pdf)."
+        option(
+            "Draw accuracy against bytes, or a suite with its paper's numbers (.png, .svg, .pdf)."
         ),
     ] = None,
     sort: Annotated[
         str,
-        typer.Option(
-            help="Sort rows by accuracy, loss, difference, payload, wire, bits, ratio, step, "
+        option(
+            "Sort rows by accuracy, loss, difference, payload, wire, bits, ratio, step, "
             "target or method, the best first; with a minus (-payload) the worst first.",
             show_default=False,
         ),
     ] = "",
     columns: Annotated[
-        S,
-        typer.Option(
-            help="Only columns whose headings begin with these words: accuracy,vs none,payload."
-        ),
+        S, option("Only columns whose headings begin with these words: accuracy,vs none,payload.")
     ] = None,
     width: Annotated[
-        Width | None,
-        typer.Option(help="Make picture and LaTeX as wide as one or two columns of a paper."),
+        Width | None, option("Make picture and LaTeX as wide as one or two columns of a paper.")
     ] = None,
     label: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A name for rows: mine=./mine.py, or lion=signsgd:memory=momentum.",
-            show_default=False,
+        option(
+            "A name for rows: mine=./mine.py, or lion=signsgd:memory=momentum.", show_default=False
         ),
     ] = None,
     details: Details = False,

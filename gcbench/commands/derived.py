@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from gcbench.commands import (
-    KEYWORD,
-    DataDir,
-    Output,
-    long_work,
-    make,
-    with_flags,
-)
+from gcbench.commands import KEYWORD, DataDir, Output, flags_of, make, with_flags
 from gcbench.core.errors import GcbenchError
 
 PLAIN = (str, int, float, bool)
@@ -78,19 +70,12 @@ def command(study: ModuleType) -> Callable[..., None]:
         for name in lists:
             values[name] = [item for item in values[name].split(",") if item]
         settings = make(study.Settings, **values)
-        result = long_work(
-            study.KIND,
-            settings,
-            out.results,
-            out.progress,
-            getattr(study, "steps", lambda settings: 1)(settings),
-            partial(study.run, data_dir=data_dir) if trains else study.run,
-            force=out.force,
-            code=measuring.code(study),
-        )
+        steps = getattr(study, "steps", lambda settings: 1)(settings)
+        more = {DATA: data_dir} if trains else {}
+        result = out.run(study, settings, steps, measuring.code(study), **more)
         out.deliver(result, draw=study.draw)
         if result.failed:
             raise typer.Exit(1)
 
     flags.sort(key=lambda flag: flag.default is not inspect.Parameter.empty)
-    return with_flags(call, [*flags, *Output.flags()], study)
+    return with_flags(call, [*flags, *flags_of(Output)], study)

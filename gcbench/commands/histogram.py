@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import DataDir, Output, command_line, with_output
+from gcbench.commands import DataDir, Output, command_line, option, with_groups
 from gcbench.core.errors import UsageError
 
 TRAINED = "Training, where no captures are named"
 
 
-@with_output
+@with_groups
 def histogram(
     *,
     captures: Annotated[
@@ -24,47 +24,33 @@ def histogram(
     ] = None,
     compressor: Annotated[
         str | None,
-        typer.Option(
-            help="Methods, fields after colons: terngrad,topk:ratio=0.001; or all.",
+        option(
+            "Methods, fields after colons: terngrad,topk:ratio=0.001; or all.",
             show_default="seven families",
         ),
     ] = None,
-    layers: Annotated[
-        str, typer.Option(help="Layers that are shown, e.g. 'fc*'; all are encoded.")
-    ] = "*",
+    layers: Annotated[str, option("Layers that are shown, e.g. 'fc*'; all are encoded.")] = "*",
     capture: Annotated[
         str | None,
-        typer.Option(
-            help="Steps, counted from 0, e.g. 0,100,399.",
+        option(
+            "Steps, counted from 0, e.g. 0,100,399.",
             show_default="all captured; five of a training",
         ),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Workers.", show_default="all captured; 4 in a training"),
+        int | None, option("Workers.", min=1, show_default="all captured; 4 in a training")
     ] = None,
-    task: Annotated[
-        str, typer.Option(help="Task; see `gcbench list tasks`.", rich_help_panel=TRAINED)
-    ] = "digits",
+    task: Annotated[str, option("Task; see `gcbench list tasks`.", TRAINED)] = "digits",
     network: Annotated[
-        str | None,
-        typer.Option(help="Its network.", rich_help_panel=TRAINED, show_default="the task's"),
+        str | None, option("Its network.", TRAINED, show_default="the task's")
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Training steps.", rich_help_panel=TRAINED, show_default="the task's"
-        ),
+        int | None, option("Training steps.", TRAINED, min=1, show_default="the task's")
     ] = None,
     batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Examples per step.", rich_help_panel=TRAINED, show_default="the task's"
-        ),
+        int | None, option("Examples per step.", TRAINED, min=1, show_default="the task's")
     ] = None,
-    seed: Annotated[
-        str, typer.Option(help="Seeds, e.g. 0,1,2: a training each.", rich_help_panel=TRAINED)
-    ] = "0",
+    seed: Annotated[str, option("Seeds, e.g. 0,1,2: a training each.", TRAINED)] = "0",
     data_dir: DataDir = None,
     out: Output,
 ) -> None:

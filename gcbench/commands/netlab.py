@@ -6,28 +6,16 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    deliver,
-    long_work,
-    make,
-)
+from gcbench.commands import Output, make, option, with_groups
 
 
 def _texts(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
+@with_groups
 def netlab(
+    *,
     command: Annotated[
         list[str],
         typer.Argument(
@@ -44,22 +32,11 @@ def netlab(
         int | None, typer.Option(min=2, help="Workers in all; default 4, or those of the nodes.")
     ] = None,
     bandwidth: Annotated[
-        str,
-        typer.Option(help="Rates of each node's link: 100mbit,1gbit, or unlimited."),
+        str, option("Rates of each node's link: 100mbit,1gbit, or unlimited.")
     ] = "100mbit,1gbit",
-    delay: Annotated[
-        str, typer.Option(help="One-way delays: 0,5ms. Needs the kernel's netem.")
-    ] = "0",
-    loss: Annotated[
-        str, typer.Option(help="Shares of packets lost: 0,0.01. Needs the kernel's netem.")
-    ] = "0",
-    results: Results = ANALYSES,
-    plot: Plot = None,
-    force: Force = False,
-    progress: Shown = Progress.auto,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    json: Json = False,
+    delay: Annotated[str, option("One-way delays: 0,5ms. Needs the kernel's netem.")] = "0",
+    loss: Annotated[str, option("Shares of packets lost: 0,0.01. Needs the kernel's netem.")] = "0",
+    out: Output,
 ) -> None:
     """Train over real links of chosen rates: network namespaces of this machine.
 
@@ -93,7 +70,4 @@ def netlab(
         arguments=arguments,
     )
     settings.links()  # raises before any work
-    analysis = long_work(
-        lab.KIND, settings, results, progress, lab.steps(settings), lab.run, force=force
-    )
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(out.run(lab, settings, lab.steps(settings)))

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from gcbench.commands import (
-    ANALYSES,
-    Details,
-    Force,
-    Format,
-    Formatted,
-    Json,
-    Plot,
-    Progress,
-    Results,
-    Shown,
-    deliver,
-    long_work,
-    make,
-    numbers,
-)
+from gcbench.commands import Output, make, numbers, option, with_groups
 from gcbench.core.errors import UsageError
 
-Model = Annotated[
-    str,
-    typer.Option(
-        help="alexnet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, bert-large, "
-        "transformer-1.3b."
-    ),
-]
-Module = Annotated[
-    str | None,
-    typer.Option(help="PACKAGE:CALLABLE that returns a torch module, instead of --model."),
-]
 CLUSTER_YAML = """
 A cluster's YAML file has gpus_per_node, device (a name, or name, tflops and memory_gbyte), intra
 and inter (the links inside and between nodes: gbit, latency_us). It may have transport (nccl, gloo,
@@ -45,67 +20,95 @@ gpus_per_node: 4 | device: a100 | intra: {gbit: 2400, latency_us: 5} | inter: {g
 30} (a line each)
 """
 """The format of a cluster's file, for the help of the commands that read one."""
-Place = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        help="A .yaml file (its format is above), or one of gtx1080x4-1gbe, p100x4-100g, "
-        "v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, h100x8-3200g, "
-        "h100x8-100g, rtx4090x1-10g, rtx4090x1-1g, rtx4090x1-internet (GPU, GPUs per node, link "
-        "between nodes), g5.48xlarge.",
-    ),
-]
-PlaceSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cluster-set", help="Change a setting of the cluster: price=2.5, inter.gbit=10."
-    ),
-]
-Methods = Annotated[
-    str | None,
-    typer.Option(help="Methods, e.g. terngrad,topk:ratio=0.001; default all."),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        help="Examples per GPU and step (sequences for transformers). The larger the batch, the "
-        "less compression can gain. Default: the batch of the published throughput."
-    ),
-]
-Compute = Annotated[
-    float | None,
-    typer.Option(
-        help="Milliseconds of one GPU's forward and backward pass, if you measured it; default: "
-        "from published throughput."
-    ),
-]
-Overlap = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=1,
-        help="Share of the backward pass that can hide communication: 0 none, 1 as in DDP. "
-        "Default: the cluster's.",
-    ),
-]
-Sharded = Annotated[
-    bool,
-    typer.Option(
-        "--sharded",
-        help="FSDP: parameters are gathered in bf16 twice per step; only the reduce-scatter of "
-        "gradients is compressed.",
-    ),
-]
-DenseLast = Annotated[bool, typer.Option(help="Exchange the last layer in fp32.")]
-DenseBelow = Annotated[int, typer.Option(help="Exchange tensors below this many elements in fp32.")]
-Kernels = Annotated[
-    str,
-    typer.Option(
-        help="Encoding times. assumed: a range, from the packaged measurement scaled to the GPU's "
-        "memory bandwidth down to the least time that this bandwidth allows; or a file of `gcbench "
-        "bandwidth --json` made on the machine in question."
-    ),
-]
+
+
+class Job(NamedTuple):
+    """A training job on a cluster: the flags that `predict` and `advise` share."""
+
+    model: Annotated[
+        str,
+        option(
+            "alexnet, googlenet-slim, vgg-a, resnet20, resnet32, resnet50, bert-large, "
+            "transformer-1.3b."
+        ),
+    ] = "resnet50"
+    module: Annotated[
+        str | None, option("PACKAGE:CALLABLE that returns a torch module, instead of --model.")
+    ] = None
+    cluster: Annotated[
+        str,
+        option(
+            "A .yaml file (its format is above), or one of gtx1080x4-1gbe, p100x4-100g, "
+            "v100x8-25g, a100x1-10g, a100x8-25g, a100x8-100g, a100x8-1600g, h100x8-3200g, "
+            "h100x8-100g, rtx4090x1-10g, rtx4090x1-1g, rtx4090x1-internet (GPU, GPUs per node, "
+            "link between nodes), g5.48xlarge."
+        ),
+    ] = "v100x8-25g"
+    cluster_set: Annotated[
+        list[str] | None, option("Change a setting of the cluster: price=2.5, inter.gbit=10.")
+    ] = None
+    compressor: Annotated[
+        str | None, option("Methods, e.g. terngrad,topk:ratio=0.001; default all.")
+    ] = None
+    batch: Annotated[
+        int | None,
+        option(
+            "Examples per GPU and step (sequences for transformers). The larger the batch, "
+            "the less compression can gain. Default: the batch of the published throughput."
+        ),
+    ] = None
+    compute_ms: Annotated[
+        float | None,
+        option(
+            "Milliseconds of one GPU's forward and backward pass, if you measured it; "
+            "default: from published throughput."
+        ),
+    ] = None
+    overlap: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of the backward pass that can hide communication: 0 none, 1 as in DDP. "
+            "Default: the cluster's.",
+        ),
+    ] = None
+    sharded: Annotated[
+        bool,
+        typer.Option(
+            "--sharded",
+            help="FSDP: parameters are gathered in bf16 twice per step; only the reduce-scatter "
+            "of gradients is compressed.",
+        ),
+    ] = False
+    dense_last: Annotated[bool, option("Exchange the last layer in fp32.")] = False
+    dense_below: Annotated[int, option("Exchange tensors below this many elements in fp32.")] = 0
+    kernels: Annotated[
+        str,
+        option(
+            "Encoding times. assumed: a range, from the packaged measurement scaled to the "
+            "GPU's memory bandwidth down to the least time that this bandwidth allows; or a file "
+            "of `gcbench bandwidth --json` made on the machine in question."
+        ),
+    ] = "assumed"
+
+    def settings(self, kind: Any, changes: Mapping[str, Any], **more: Any) -> Any:
+        """Return settings of class `kind`; `changes`: of the cluster, as `clusters.load` has them.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
+        from gcbench.predict import clusters
+        from gcbench.training import grid
+
+        updates = dict(grid.pairs("--cluster-set", self.cluster_set))
+        if self.overlap is not None:
+            updates["overlap"] = self.overlap
+        fields = ("model", "module", "batch", "compute_ms", "sharded", "dense_last", "dense_below")
+        fields_of_job = {name: getattr(self, name) for name in (*fields, "kernels")}
+        cluster = clusters.load(self.cluster, {**changes, **updates})
+        return make(kind, FLAGS, **{**fields_of_job, "cluster": cluster, **more})
+
 
 FLAGS = {"compressors": "--compressor"}
 """Flags of settings whose flag is not their name."""
@@ -128,15 +131,6 @@ def compressed(specs: str | None) -> list[str]:
     return chosen
 
 
-def cluster_changes(settings: list[str] | None, overlap: float | None) -> dict[str, Any]:
-    """Return the cluster settings that the options change, as `clusters.load` takes them."""
-    from gcbench.training import grid
-
-    changes = dict(grid.pairs("--cluster-set", settings))
-    return changes if overlap is None else {**changes, "overlap": overlap}
-
-
-OUTPUT = {"results", "plot", "force", "progress", "format_", "json", "details"}
 LINKS = {"links", "workers", "compressor", "kernels", "link_latency_us"}
 VALIDATE = {"validate"}
 
@@ -147,39 +141,29 @@ def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
     Raises:
         UsageError: such an option was given.
     """
-    for option in ctx.command.params:
-        name = str(option.name)
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
         source = ctx.get_parameter_source(name)
         explicit = source is not None and source.name == "COMMANDLINE"
-        if explicit and name not in used | OUTPUT:
-            raise UsageError(f"{option.opts[0]} has no effect with {mode}; omit it")
+        if explicit and name not in (*used, *Output._fields):
+            raise UsageError(f"{parameter.opts[0]} has no effect with {mode}; omit it")
 
 
+@with_groups
 def predict(
     ctx: typer.Context,
-    model: Model = "resnet50",
-    module: Module = None,
-    cluster: Place = "v100x8-25g",
-    cluster_set: PlaceSet = None,
-    compressor: Methods = None,
+    *,
+    job: Job,
     collective: Annotated[
-        str | None,
-        typer.Option(help="allreduce, allgather, twoshot, ring or sparse; default: the method's."),
+        str | None, option("allreduce, allgather, twoshot, ring or sparse; default: the method's.")
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(
-            help="Numbers of GPUs, up to 100000.",
+        option(
+            "Numbers of GPUs, up to 100000.",
             show_default="8,64,512; with --links that of the measurement",
         ),
     ] = None,
-    batch: Batch = None,
-    compute_ms: Compute = None,
-    overlap: Overlap = None,
-    sharded: Sharded = False,
-    dense_last: DenseLast = False,
-    dense_below: DenseBelow = 0,
-    kernels: Kernels = "assumed",
     links: Annotated[
         bool,
         typer.Option(
@@ -196,17 +180,11 @@ def predict(
     link_latency_us: Annotated[
         float, typer.Option(min=0, help="With --links: latency per message.")
     ] = 50.0,
-    details: Details = False,
-    format_: Formatted = Format.table,
-    plot: Plot = None,
-    results: Results = ANALYSES,
-    progress: Shown = Progress.auto,
-    force: Force = False,
-    json: Json = False,
+    out: Output,
 ) -> None:
     """Predict step times on a cluster: with speedup and cost, for each method."""
-    from gcbench.predict import clusters, prediction, validation
     from gcbench.predict import links as break_even
+    from gcbench.predict import prediction, validation
     from gcbench.studies import methods
 
     study: Any
@@ -215,13 +193,12 @@ def predict(
         study, settings, steps = validation, validation.settings(), 1
     elif links:
         _refuse_unused(ctx, LINKS, "--links")
-        chosen = compressed(compressor)
-        study, measured = break_even, break_even.measurement(kernels)
+        study, measured = break_even, break_even.measurement(job.kernels)
         settings = make(
             break_even.Settings,
             FLAGS,
-            kernels=kernels,
-            compressors=chosen,
+            kernels=job.kernels,
+            compressors=compressed(job.compressor),
             workers=numbers("--workers", workers, int) if workers else [],
             link_latency_us=link_latency_us,
             measured=f"{measured.analysis.name}, {measured.analysis.provenance.get('started')}",
@@ -233,26 +210,13 @@ def predict(
                 "--link-latency-us needs --links; to change the cluster use --cluster-set "
                 "inter.latency_us=10"
             )
-        chosen = list(methods.all_of(compressor))
+        chosen = list(methods.all_of(job.compressor))
         study, steps = prediction, len(chosen)
-        settings = make(
-            prediction.Settings,
-            FLAGS,
-            model=model,
-            module=module,
-            compressors=chosen,
-            collective=collective,
-            workers=numbers("--workers", workers or "8,64,512", int),
-            cluster=clusters.load(cluster, cluster_changes(cluster_set, overlap)),
-            batch=batch,
-            compute_ms=compute_ms,
-            dense_last=dense_last,
-            dense_below=dense_below,
-            sharded=sharded,
-            kernels=kernels,
+        counts = numbers("--workers", workers or "8,64,512", int)
+        settings = job.settings(
+            prediction.Settings, {}, compressors=chosen, collective=collective, workers=counts
         )
-    analysis = long_work(study.KIND, settings, results, progress, steps, study.run, force=force)
-    deliver(analysis, results, plot, format_, as_json=json, details=details)
+    out.deliver(out.run(study, settings, steps))
 
 
 predict.__doc__ = f"{predict.__doc__}\n{CLUSTER_YAML}"

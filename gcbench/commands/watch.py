@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import Details, Format, Formatted, Json, command_line, make
+from gcbench.commands import Details, Format, Formatted, Json, command_line, make, option
 from gcbench.core import output
 
 
@@ -17,14 +17,13 @@ def watch(
     ],
     expect: Annotated[
         str,
-        typer.Option(
-            help="DTYPE, DTYPE/BYTES or /BYTES: exit code 1 if less than 95 % of the bytes have "
+        option(
+            "DTYPE, DTYPE/BYTES or /BYTES: exit code 1 if less than 95 % of the bytes have "
             "this dtype, or if a rank sends more bytes per step."
         ),
     ] = "",
     check_every: Annotated[
-        int,
-        typer.Option(min=1, help="Compare every N-th result, and parameters every N-th step."),
+        int, typer.Option(min=1, help="Compare every N-th result, and parameters every N-th step.")
     ] = 10,
     sharded: Annotated[
         bool, typer.Option("--sharded", help="Parameters differ between ranks by design.")

@@ -117,8 +117,9 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
 
     def counts(one: Evidence) -> bool:
         loses = one.judge(settings.allowed) == evidence.LOSES and id(one) in near
-        same = _same_mean(step.method, one.row.first.collective, step.collective)
-        return same or (reencodes(step.method, step.collective) and loses)
+        theirs, again = one.row.first.collective, reencodes(step.method, step.collective)
+        same = theirs == step.collective or not (again or reencodes(step.method, theirs))
+        return same or (again and loses)
 
     return Losses(
         [one for one in matching if counts(one)], [one for one in matching if not counts(one)]
@@ -168,10 +169,6 @@ def same_source(run: Summary, origin: Mapping[str, str] | None) -> bool:
         return then is origin
     digest = origin["sha256"]  # empty without a source file
     return bool(digest and then.get("sha256") == digest) or then == origin
-
-
-def _same_mean(method: Compressor, one: str, other: str) -> bool:
-    return one == other or not (reencodes(method, one) or reencodes(method, other))
 
 
 def worst(rows: Sequence[Evidence], tolerance: Tolerance) -> Evidence:
@@ -384,7 +381,8 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
             text, brief = f"{shown.row.first.task}: {text}", f"{text} *"
         row |= {"accuracy": text, "accuracy_brief": brief, "accuracy_from": shown.setting}
         row["accuracy_task"] = shown.row.first.task
-        row["distance"] = shown.distance(network.numel, _examples(settings, prepared), workers)
+        examples = None if prepared.batch is None else prepared.batch * workers
+        row["distance"] = shown.distance(network.numel, examples, workers)
         if shown.row.metric == "accuracy" and not shown.row.failed and shown.lost:
             middle, low, high = shown.lost
             row |= {"accuracy_difference": -middle, "accuracy_low": -high, "accuracy_high": -low}
@@ -407,11 +405,6 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
         verdict = UNCLEAR
     row["advice"], row["refused"] = verdict, None
     return row
-
-
-def _examples(settings: Settings, prepared: Prepared) -> int | None:
-    """Return the examples of a step, all workers together; None without a batch."""
-    return None if prepared.batch is None else prepared.batch * settings.workers[0]
 
 
 def _evidence_rows(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -103,8 +102,7 @@ def _fit(
     lines: int,
     titles: Mapping[int, str] | None = None,
 ) -> _Table:
-    layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    groups = tables.laid_out(rows, layout)
+    groups = tables.laid_out(rows, asked)
     which = groups["which"]
     place = len(rows[0].context)
     labels = short_labels(rows)
@@ -204,7 +202,7 @@ def _chosen(
         best = list(ordered[name][: taken[name]])
         # A table without tiers keeps its order, so that settings stay beside each other.
         if titled and not listed:
-            best.sort(key=_quality)
+            best.sort(key=lambda row: row.behind)
         else:
             taken_rows = set(map(id, best))
             best = [row for row in members if id(row) in taken_rows]
@@ -221,14 +219,8 @@ def _one_per_method(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     return list(best.values())
 
 
-def _quality(row: ComparisonRow) -> float:
-    """Return what sorts rows, the best result first and failed ones last."""
-    sign = -1 if row.metric == "accuracy" else 1
-    return math.inf if row.mean is None else sign * row.mean
-
-
 def _best_first(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    return sorted(rows, key=lambda row: (not row.is_baseline, _quality(row)))
+    return sorted(rows, key=lambda row: (not row.is_baseline, row.behind))
 
 
 def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:

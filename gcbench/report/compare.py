@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gcbench.core.errors import UsageError, unknown
@@ -139,6 +140,12 @@ class ComparisonRow:
     def is_baseline(self) -> bool:
         """Whether this is an uncompressed row."""
         return self.first.compressor_name == BASELINE
+
+    @property
+    def behind(self) -> float:
+        """What sorts rows, the best result first and failed ones last."""
+        sign = -1 if self.metric == "accuracy" else 1
+        return math.inf if self.mean is None else sign * self.mean
 
     @property
     def may_be_best(self) -> bool:
@@ -375,7 +382,8 @@ def _tags(
     for key in keys:
         value = config.get(key)
         if DECLARED.roles[key] == "method":
-            if _is_changed(method, key, value):
+            usual = DECLARED.defaults[key] if method is None else method.default(key)
+            if value != usual:
                 pairs.append(f"{key}={text(value)}")
         elif key not in DECLARED.bare:
             pairs.append(f"{key}={text(value)}")
@@ -391,11 +399,6 @@ _IN_WORDS = frozenset(
     }
 )
 """Settings of a method in the first part of its label."""
-
-
-def _is_changed(method: declared.Declared | None, key: str, value: Any) -> bool:
-    """Return whether a setting differs from the method's default."""
-    return bool(value != (DECLARED.defaults[key] if method is None else method.default(key)))
 
 
 def _memory_words(
@@ -666,14 +669,17 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 class Asked(NamedTuple):
     """The options of a comparison, as given on the command line."""
 
-    conditions: Mapping[str, Sequence[str]]
+    conditions: Mapping[str, Sequence[str]] = MappingProxyType({})
     """Setting -> the values allowed."""
-    target: str | None
-    by: str | None
-    format: str
+    target: str | None = None
+    by: str | None = None
+    format: str = "table"
     sort: str = ""
+    """One of `tables.SORTS`: the best row comes first, or the worst with "-" before the name."""
     columns: Sequence[str] = ()
+    """Beginnings of headings; empty: all columns in which rows differ."""
     width: str = ""
+    """"single" or "double": the column of a paper."""
     labels: Sequence[Label] = ()
     details: bool = False
     lines: int = LINES
@@ -714,8 +720,7 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
     if asked.format == "table" and not asked.details:
         return brief.render(rows, asked, title, tables.columns())
     tiers = asked.by is None and any(row.tier is not None for row in rows)
-    layout = tables.Layout(asked.sort, asked.columns, asked.width)
-    text = tables.render(rows, asked.format, by="tier" if tiers else asked.by, layout=layout)
+    text = tables.render(rows, asked.format, by="tier" if tiers else asked.by, asked=asked)
     if not title or asked.format in ("csv", "json"):
         return text
     return f"{sentence(title, asked.format, tables.columns())}\n\n{text}"
@@ -783,9 +788,6 @@ def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]
         value = (row.tier or "none") if tiers else text(_settings(row.runs[0]).get(key))
         groups.setdefault(value, []).append(row)
     if tiers:
-        return dict(sorted(groups.items(), key=lambda group: -_most_bits(group[1])))
+        most = {name: max(row.bits_up or 0.0 for row in group) for name, group in groups.items()}
+        return dict(sorted(groups.items(), key=lambda group: -most[group[0]]))
     return groups
-
-
-def _most_bits(rows: Sequence[ComparisonRow]) -> float:
-    return max(row.bits_up or 0.0 for row in rows)

@@ -85,44 +85,42 @@ _EMBEDDED = {"pdf.fonttype": 42, "ps.fonttype": 42}
 @contextmanager
 def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
     """Yield an empty figure as wide as one of `WIDTHS`, with text of 8 points."""
-    import matplotlib as mpl
-    import seaborn
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     look = {
-        **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
-        **seaborn.plotting_context("paper"),
         **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 8),
         **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 7),
         **{"grid.linewidth": 0.5, "lines.linewidth": 1.0, "lines.markersize": 4.5},
-        **_EMBEDDED,
-        "svg.hashsalt": "gcbench",
     }
     inches = WIDTHS[width]
     tall = inches * (aspect if width == "single" else aspect * 0.72)
-    with mpl.rc_context(look):
-        figure = Figure(figsize=(inches, tall), dpi=300, layout="constrained")
-        FigureCanvasAgg(figure)
+    with _canvas(inches, tall, 300, look, "paper") as figure:
         yield figure
 
 
 @contextmanager
 def canvas(width: float, height: float) -> Iterator[Figure]:
     """Yield an empty figure of that many inches, styled to be readable at half its size."""
+    with _canvas(width, height, 120, {}, "notebook", font_scale=1.2) as figure:
+        yield figure
+
+
+@contextmanager
+def _canvas(
+    width: float, height: float, dpi: int, look: dict[str, Any], context: str, **scale: float
+) -> Iterator[Figure]:
     import matplotlib as mpl
     import seaborn
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    look = {
+    style = {
         **seaborn.axes_style("ticks", {"axes.grid": True, "grid.color": "0.9"}),
-        **seaborn.plotting_context("notebook", font_scale=1.2),
+        **seaborn.plotting_context(context, **scale),
+        **look,
         **_EMBEDDED,
         "svg.hashsalt": "gcbench",  # equal runs give equal files
     }
-    with mpl.rc_context(look):
-        figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
 

@@ -11,10 +11,19 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.core import files
-from gcbench.core.errors import UsageError, unknown
-from gcbench.report.rendering import LINES, Column, block, counted, fitted, number, sentence, where
+from gcbench.core.errors import UsageError
+from gcbench.report.rendering import (
+    LINES,
+    Column,
+    block,
+    counted,
+    csv_text,
+    fitted,
+    number,
+    sentence,
+    where,
+)
 
-FORMATS = ("table", "markdown", "json")
 COPIED = 8
 """Bytes per element that `copy_` of float32 moves: one read and one written."""
 
@@ -123,30 +132,6 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def select(rows: Sequence[Row], **wanted: str | None) -> list[Row]:
-    """Return the rows whose `op` contains what is wanted, and whose other fields begin with it.
-
-    `wanted`: field to text, or None for all.
-
-    Raises:
-        UsageError: no row is left.
-    """
-    selected = list(rows)
-    for field, text in wanted.items():
-        if text is None:
-            continue
-        values = {id(row): str(getattr(row, field)) for row in selected}
-        left = [
-            row
-            for row in selected
-            if (text in values[id(row)] if field == "op" else values[id(row)].startswith(text))
-        ]
-        if not left:
-            raise unknown(field, text, set(values.values()))
-        selected = left
-    return selected
-
-
 # ---- text ----------------------------------------------------------------------------------------
 
 NAMES = ("op", "backend")
@@ -174,12 +159,12 @@ def _cells(row: Row, eager: float | None) -> list[str]:
     ]
 
 
-def tables(timings: Timings, rows: Sequence[Row]) -> list[tuple[str, list[Column]]]:
+def tables(timings: Timings) -> list[tuple[str, list[Column]]]:
     """Return title and columns of a table for each size, device and number of threads."""
     eager = {(row.op, row.where): row.seconds for row in timings.rows if row.backend == "eager"}
     result = []
-    for place in dict.fromkeys(row.where for row in rows):
-        alike = [row for row in rows if row.where == place]
+    for place in dict.fromkeys(row.where for row in timings.rows):
+        alike = [row for row in timings.rows if row.where == place]
         cells = zip(*(_cells(row, eager.get((row.op, place))) for row in alike), strict=True)
         columns = list(zip((*NAMES, *NUMBERS), map(list, cells), strict=True))
         if all(row.around_seconds is None for row in alike):
@@ -194,7 +179,7 @@ def notes(timings: Timings) -> list[str]:
     return [where({**facts, "started": timings.date}) + ".", NOTE]
 
 
-def _json(timings: Timings, rows: Sequence[Row]) -> str:
+def _json(timings: Timings) -> str:
     """Return a document that `load` reads, with one row a line and times to five digits."""
     head = timings.model_dump(exclude={"rows"})
     lines = [
@@ -204,7 +189,7 @@ def _json(timings: Timings, rows: Sequence[Row]) -> str:
                 for key, value in row.model_dump(exclude_none=True).items()
             }
         )
-        for row in rows
+        for row in timings.rows
     ]
     begin = json.dumps(head, indent=2).removesuffix("\n}")
     return begin + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}"
@@ -255,32 +240,25 @@ def _place(row: Row) -> str:
 
 
 def render(
-    timings: Timings,
-    rows: Sequence[Row],
-    format: str = "table",
-    width: int | None = None,
-    *,
-    details: bool = True,
+    timings: Timings, format: str = "table", width: int | None = None, *, details: bool = True
 ) -> str:
-    """Return rows of `timings` as text in one of `FORMATS`, without a final line break.
+    """Return the timings as text in a format of tables, without a final line break.
 
     `width`, in columns, limits the format "table"; None takes the width of the terminal, or 100 if
     the output is not a terminal. Wider tables are split, and no cell is cut. Without `details` the
     format "table" has at most `rendering.LINES` lines.
 
     Raises:
-        UsageError: an unknown format, or no rows.
+        UsageError: there are no rows.
     """
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
-    if not rows:
+    if not timings.rows:
         raise UsageError("no timings to show")
     if format == "json":
-        return _json(timings, rows)
+        return _json(timings)
+    if format == "csv":
+        return csv_text([row.model_dump() for row in timings.rows])
     width = width or shutil.get_terminal_size((100, 24)).columns
     if format == "table" and not details:
-        return _brief(rows, width)
-    shown = [
-        block(title, columns, len(NAMES), format, width) for title, columns in tables(timings, rows)
-    ]
+        return _brief(timings.rows, width)
+    shown = [block(title, columns, len(NAMES), format, width) for title, columns in tables(timings)]
     return "\n\n".join([*shown, *(sentence(note, format, width) for note in notes(timings))])

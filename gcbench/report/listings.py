@@ -40,85 +40,75 @@ def _source(cls: type[Any]) -> str | None:
     return cited[1] if cited and len(cited[1]) < 100 else None
 
 
-def _broken(entry: registry.Entry, error: GcbenchError) -> Row:
-    return {"name": entry.name, "source": entry.source, "what": f"does not load: {error}"}
+def _each(entries: Mapping[str, registry.Entry], row: Callable[[str], Row]) -> list[Row]:
+    """Return the name, the source and the `row` of each entry, or why it does not load."""
+    rows = []
+    for name, entry in entries.items():
+        try:
+            rows.append({"name": name, "source": entry.source, **row(name)})
+        except GcbenchError as error:
+            what = f"does not load: {error}"
+            rows.append({"name": name, "source": entry.source, "what": what})
+    return rows
 
 
 def compressors() -> list[Row]:
     """Return one row per compressor; `measured_bits` is what four workers really send."""
     from gcbench.report import wire_bits
 
-    rows = []
-    for entry in registry.compressors().values():
-        try:
-            cls = registry.compressor_class(entry.name)
-            method = cls()
-        except GcbenchError as error:
-            rows.append(_broken(entry, error))
-            continue
+    def row(name: str) -> Row:
+        cls = registry.compressor_class(name)
+        method = cls()
         nominal = method.claims.nominal_bits
         try:
             up, down = wire_bits.bits(method)
             sent: Any = {"up": round(up, 3), "down": round(down, 3)}
         except Exception as error:  # the row of a method that fails says so
             sent = f"failed: {type(error).__name__}: {error}"
-        rows.append(
-            {
-                "name": entry.name,
-                "source": entry.source,
-                "what": _card(cls),
-                "paper": _source(cls),
-                "nominal_bits": None if nominal is None else round(nominal, 3),
-                "measured_bits": sent,
-                "collectives": list(method.legal_collectives()),
-                "memory": method.memory,
-                "two_way": method.legal_collectives()[0] != "allgather",
-                "unbiased": method.claims.unbiased,
-                "contractive": method.claims.contractive,
-                "fields": {n: getattr(method, n) for n in registry.fields(cls)},
-            }
-        )
-    return rows
+        return {
+            "what": _card(cls),
+            "paper": _source(cls),
+            "nominal_bits": None if nominal is None else round(nominal, 3),
+            "measured_bits": sent,
+            "collectives": list(method.legal_collectives()),
+            "memory": method.memory,
+            "two_way": method.legal_collectives()[0] != "allgather",
+            "unbiased": method.claims.unbiased,
+            "contractive": method.claims.contractive,
+            "fields": {n: getattr(method, n) for n in registry.fields(cls)},
+        }
+
+    return _each(registry.compressors(), row)
 
 
 def tasks() -> list[Row]:
     """Return one row per registered task."""
-    rows = []
-    for entry in registry.tasks().values():
-        try:
-            cls = registry.task_class(entry.name)
-            task = cls()
-        except GcbenchError as error:
-            rows.append(_broken(entry, error))
-            continue
+
+    def row(name: str) -> Row:
+        cls = registry.task_class(name)
+        task = cls()
         defaults = dict(task.defaults())
-        rows.append(
-            {
-                "name": entry.name,
-                "source": entry.source,
-                "what": _card(cls),
-                "fields": {n: getattr(task, n) for n in registry.fields(cls)},
-                "steps": defaults.get("steps"),
-                "paper_steps": cls.paper_steps or None,
-                "defaults": defaults,
-            }
-        )
-    return rows
+        return {
+            "what": _card(cls),
+            "fields": {n: getattr(task, n) for n in registry.fields(cls)},
+            "steps": defaults.get("steps"),
+            "paper_steps": cls.paper_steps or None,
+            "defaults": defaults,
+        }
+
+    return _each(registry.tasks(), row)
 
 
 def memories() -> list[Row]:
     """Return one row per registered memory."""
-    rows = []
-    for entry in registry.memories().values():
-        try:
-            cls = entry.load()
-        except GcbenchError as error:
-            rows.append(_broken(entry, error))
-            continue
-        fields = {name: field.default for name, field in registry.fields(cls).items()}
+
+    def row(name: str) -> Row:
+        cls = registry.memories()[name].load()
         what = (cls.__doc__ or "").strip().partition("\n")[0]
-        rows.append({"name": entry.name, "source": entry.source, "what": what, "fields": fields})
-    return rows
+        fields = {name: field.default for name, field in registry.fields(cls).items()}
+        return {"what": what, "fields": fields}
+
+    return _each(registry.memories(), row)
 
 
 def suites() -> list[Row]:
@@ -170,13 +160,11 @@ def titles(kind: str) -> list[Row]:
     from gcbench.results import suites as stored
 
     if kind == "compressors":
-        entries = registry.compressors().values()
-        return [
-            {"name": e.name, "what": _first_line(registry.compressor_class, e)} for e in entries
-        ]
+        return _each(
+            registry.compressors(), lambda n: {"what": _card(registry.compressor_class(n))}
+        )
     if kind == "tasks":
-        entries = registry.tasks().values()
-        return [{"name": e.name, "what": _first_line(registry.task_class, e)} for e in entries]
+        return _each(registry.tasks(), lambda n: {"what": _card(registry.task_class(n))})
     if kind == "suites":
         return [{"name": n, "what": stored.head(n)["title"]} for n in stored.names()]
     if kind == "backends":
@@ -186,13 +174,6 @@ def titles(kind: str) -> list[Row]:
             for b in backends()
         ]
     return [{"name": row["name"], "what": row["what"]} for row in ROWS[kind]()]
-
-
-def _first_line(load: Callable[[str], type[Any]], entry: registry.Entry) -> str:
-    try:
-        return _card(load(entry.name))
-    except GcbenchError as error:
-        return f"does not load: {error}"
 
 
 def info() -> Row:
@@ -263,27 +244,17 @@ def _cell(value: Any) -> str:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as blocks on stdout: the name and what it is, then the rest, indented."""
-    import shutil
     import textwrap
 
-    width = shutil.get_terminal_size((100, 24)).columns
+    indent = " " * 4
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     for row in rows:
-        rest = {k: v for k, v in row.items() if k not in ("name", "what", "defaults")}
         heading = f"{row['name']}: {row.get('what', '')}".removesuffix(": ")
-        output.emit(textwrap.fill(heading, width, break_long_words=False, break_on_hyphens=False))
-        for key, value in rest.items():
-            line = f"{key.replace('_', ' ')}: {_cell(value)}"
-            indent = "    "
-            output.emit(
-                textwrap.fill(
-                    line,
-                    width,
-                    initial_indent=indent,
-                    subsequent_indent=indent * 2,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
-            )
+        output.emit(textwrap.fill(heading, _width(), **whole))
+        for key, value in row.items():
+            if key not in ("name", "what", "defaults"):
+                line = f"{indent}{key.replace('_', ' ')}: {_cell(value)}"
+                output.emit(textwrap.fill(line, _width(), subsequent_indent=indent * 2, **whole))
 
 
 def show_titles(kind: str, rows: Sequence[Row]) -> None:

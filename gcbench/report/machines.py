@@ -145,12 +145,8 @@ def _per_method(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     for row in rows:
         groups.setdefault(canonical([row["task"], row["method"]]), []).append(row)
     ordered = sorted(groups.values(), key=lambda group: all(row["agree"] for row in group))
-    columns: dict[str, list[str]] = {
-        name: []
-        for name in ("method", "task", "runs", "equal", "different", "equal results", "seeds")
-    }
-    for group in ordered:
-        values = {
+    values = [
+        {
             "method": group[0]["method"],
             "task": group[0]["task"],
             "runs": len(group),
@@ -159,6 +155,8 @@ def _per_method(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
             "equal results": sum(row["same_result"] for row in group),
             "seeds": ",".join(str(seed) for seed in sorted({row["seed"] for row in group})),
         }
-        for name, value in values.items():
-            columns[name].append(str(value))
-    return [Column(name.replace(" ", "\n"), cells) for name, cells in columns.items()]
+        for group in ordered
+    ]
+    return [
+        Column(name.replace(" ", "\n"), [str(row[name]) for row in values]) for name in values[0]
+    ]

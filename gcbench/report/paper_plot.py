@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,9 +86,8 @@ def _labelled(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
     for label in list(axes.texts):
         label.remove()
     legend = ", ".join(f"{mark.short}: {sanitize.label(mark.text)}" for mark in short)
-    axes.set_xlabel(
-        axes.get_xlabel() + "\n" + _folded(legend, 62 if axes.bbox.width < 900 else 120)
-    )
+    lines = textwrap.wrap(legend, 62 if axes.bbox.width < 900 else 120, break_long_words=False)
+    axes.set_xlabel("\n".join([axes.get_xlabel(), *lines]))
     figure.set_layout_engine("constrained")
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
@@ -95,12 +95,6 @@ def _labelled(figure: Figure, axes: Axes, marks: Sequence[Mark]) -> None:
     figures.write_labels(
         axes, [mark._replace(text=mark.short) if mark.short in numbers else mark for mark in marks]
     )
-
-
-def _folded(text: str, columns: int) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, columns, break_long_words=False))
 
 
 def has_published(rows: Sequence[ComparisonRow]) -> bool:

@@ -60,12 +60,6 @@ def curve(run: Run, column: str) -> dict[int, float]:
     }
 
 
-def _ranked(panel: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """Return the rows, the best final metric first, those without one last."""
-    sign = -1 if panel[0].metric == "accuracy" else 1
-    return sorted(panel, key=lambda row: math.inf if row.mean is None else sign * row.mean)
-
-
 def _quality(
     axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]
 ) -> list[Mark]:
@@ -222,7 +216,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
     every = [rows(part) for part in places.values()]  # labels are unique within a panel
     panels = [tables.drawn(panel) for panel in every]
-    panels = [_ranked(panel) if len(panel) > MANY else panel for panel in panels]
+    panels = [
+        sorted(panel, key=lambda row: row.behind) if len(panel) > MANY else panel
+        for panel in panels
+    ]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
     width = 17 if any(len(panel) > MANY for panel in panels) else 14

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -117,12 +117,9 @@ class Sheet:
     def kind(self, place: int) -> str:
         """Return the CSS class of the column at `place`, from 1; the class "key" stays in view."""
         if place > self.which:
-            return "prose" if self._prose(self.columns[place - 1]) else ""
+            prose = any(len(cell) > 60 for cell in self.columns[place - 1].cells)
+            return "prose" if prose else ""
         return "name key" if place == 1 else "name"
-
-    @staticmethod
-    def _prose(column: Column) -> bool:
-        return any(len(cell) > 60 for cell in column.cells)
 
     @property
     def long(self) -> bool:
@@ -209,12 +206,6 @@ def _pictures(draw: Callable[[Path], object]) -> list[str]:
             "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
             for path in paths
         ]
-
-
-def _machine(provenance: Mapping[str, Any]) -> str:
-    """Return a run's machine, versions and commit in one line."""
-    backend = provenance.get("backend")
-    return where(provenance) + (f", backend {backend}" if backend else "")
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
@@ -367,9 +358,10 @@ def _omitted(one: Compared, *, drawn: bool) -> str:
 
 
 def _where(one: Compared) -> list[str]:
-    """Return the machines and versions of the runs, a line each."""
+    """Return machine, versions, commit and backend of the runs, a line each."""
     provenances = {id(run.summary.provenance): run.summary.provenance for run in one.runs}
-    lines = sorted({_machine(provenance) for provenance in provenances.values()} - {""})
+    facts = [(where(each), each.get("backend")) for each in provenances.values()]
+    lines = sorted({place + f", backend {b}" * bool(b) for place, b in facts} - {""})
     more = len(lines) - MOST_PLACES
     return lines if more <= 0 else [*lines[:MOST_PLACES], f"and {more:,} more machines or versions"]
 
@@ -501,6 +493,6 @@ def kernels(title: str, timings: Timings) -> Section:
     """Return the section of kernel timings."""
     machine, meaning = kernel_timings.notes(timings)
     section = Section(title, "timing", [meaning], commands=["make bench"], where=[machine])
-    for heading, columns in kernel_timings.tables(timings, timings.rows):
+    for heading, columns in kernel_timings.tables(timings):
         section.sheets.append(Sheet(heading, columns, len(kernel_timings.NAMES)))
     return section

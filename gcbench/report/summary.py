@@ -60,12 +60,15 @@ def _what(
     def values(one: Compared, key: str) -> str:
         return few(distinct(one, key))
 
+    def methods(one: Compared) -> str:
+        return str(len({row.first.compressor_name for row in one.rows}))
+
     def seeds(one: Compared) -> str:
         return ends(len(row.runs) for row in one.rows)
 
     columns = [
         Column("what", [one.title for one in chosen]),
-        Column("methods", [str(len(_names(one))) for one in chosen]),
+        Column("methods", [methods(one) for one in chosen]),
         Column("seeds\na row", [seeds(one) for one in chosen]),
         Column("workers", [values(one, "workers") for one in chosen]),
         Column("steps", [values(one, "steps") for one in chosen]),
@@ -79,10 +82,6 @@ def _what(
         count = sum(len(one.runs) for one in short)
         lead = [f"{count} short runs are shown for their times alone, at the end."]
     return Section("What was run", "summary", lead, sheets=sheets)
-
-
-def _names(one: Compared) -> set[str]:
-    return {row.first.compressor_name for row in one.rows}
 
 
 def front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:

@@ -6,13 +6,13 @@ import math
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import canonical, text
 from gcbench.report import compare, glossary
-from gcbench.report.compare import ComparisonRow
+from gcbench.report.compare import Asked, ComparisonRow
 from gcbench.report.rendering import (
     MB,
     Column,
@@ -402,15 +402,6 @@ def notes(rows: Sequence[ComparisonRow]) -> list[str]:
     return sentences
 
 
-def sheets(rows: Sequence[ComparisonRow]) -> list[list[Column]]:
-    """Return the columns of the table of results and, with times, those of the table of times."""
-    shown = groups(rows)
-    tables = [shown["which"] + shown["quality"] + shown["target"] + shown["traffic"]]
-    if shown["times"]:
-        tables.append(shown["which"] + shown["times"])
-    return tables
-
-
 def groups(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     """Return the groups of columns without those in which all rows are equal; see `alike`."""
     shown = _columns(rows)
@@ -422,7 +413,7 @@ def groups(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     return shown
 
 
-def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
+def _table(rows: Sequence[ComparisonRow], width: int, asked: Asked) -> str:
     """Return as few tables as fit into `width` columns."""
     shown = laid_out(rows, asked)
     which = shown.pop("which")
@@ -434,9 +425,9 @@ def _table(rows: Sequence[ComparisonRow], width: int, asked: Layout) -> str:
     return terminal(which, list(filter(None, shown.values())), width)
 
 
-def _markdown(rows: Sequence[ComparisonRow], asked: Layout) -> str:
+def _markdown(rows: Sequence[ComparisonRow], asked: Asked) -> str:
     names = len(rows[0].context) + 1 + len(rows[0].choices)
-    return "\n\n".join(markdown(columns, names) for columns in _chosen_sheets(rows, asked))
+    return "\n\n".join(markdown(columns, names) for columns in _sheets(rows, asked))
 
 
 def _footnotes(sentences: Sequence[str], format: str, width: int) -> list[str]:
@@ -502,13 +493,13 @@ def _caption(rows: Sequence[ComparisonRow], shared: str) -> str:
     )
 
 
-def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
+def _latex(rows: Sequence[ComparisonRow], asked: Asked, shared: str) -> str:
     """Return a floating table (package booktabs), one of times, and the footnotes."""
     names = len(rows[0].context) + 1 + len(rows[0].choices)
     environment = "table*" if asked.width == "double" else "table"
     footnotes = " ".join(map(latex_text, notes(rows)))
     blocks = []
-    for place, columns in enumerate(_chosen_sheets(rows, asked)):
+    for place, columns in enumerate(_sheets(rows, asked)):
         quality = [i for i, column in enumerate(columns) if column.heading in METRICS]
         bold = {i: best_rows(rows) for i in quality}
         caption = "Times by phase, in ms." if place else _caption(rows, shared)
@@ -517,18 +508,6 @@ def _latex(rows: Sequence[ComparisonRow], asked: Layout, shared: str) -> str:
 
 
 # ---- what is shown, in which order ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a table is laid out."""
-
-    sort: str = ""
-    """One of `SORTS`: the best row comes first, or the worst with "-" before the name."""
-    columns: Sequence[str] = ()
-    """Beginnings of headings; empty: all columns in which rows differ."""
-    width: str = ""
-    """"single" or "double": the column of a paper."""
 
 
 SORTS: dict[str, tuple[str, Callable[[ComparisonRow], Any]]] = {
@@ -554,7 +533,7 @@ SORTS: dict[str, tuple[str, Callable[[ComparisonRow], Any]]] = {
 
 
 def in_order(rows: Sequence[ComparisonRow], sort: str) -> list[ComparisonRow]:
-    """Return the rows sorted, those without a value last; `sort` as in `Layout`.
+    """Return the rows sorted, those without a value last; `sort` as in `Asked`.
 
     Raises:
         UsageError: an unknown `sort`.
@@ -592,16 +571,17 @@ def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[st
     return {"which": groups["which"], "chosen": list(unique.values())}
 
 
-def laid_out(rows: Sequence[ComparisonRow], asked: Layout) -> dict[str, list[Column]]:
+def laid_out(rows: Sequence[ComparisonRow], asked: Asked) -> dict[str, list[Column]]:
     """Return the groups of columns to show."""
     return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
 
 
-def _chosen_sheets(rows: Sequence[ComparisonRow], asked: Layout) -> list[list[Column]]:
-    if not asked.columns:
-        return sheets(rows)
-    shown = _chosen(_columns(rows), asked.columns)
-    return [[column for columns in shown.values() for column in columns]]
+def _sheets(rows: Sequence[ComparisonRow], asked: Asked) -> list[list[Column]]:
+    """Return the columns of the table of results and, with times, those of the table of times."""
+    shown = laid_out(rows, asked)
+    times = shown.pop("times", [])
+    tables = [[column for columns in shown.values() for column in columns]]
+    return [*tables, shown["which"] + times] if times else tables
 
 
 def render(
@@ -609,7 +589,7 @@ def render(
     format: str = "table",
     width: int | None = None,
     by: str | None = None,
-    layout: Layout | None = None,
+    asked: Asked | None = None,
 ) -> str:
     """Return the rows as text in one of `FORMATS`, without a final line break.
 
@@ -624,7 +604,7 @@ def render(
         raise unknown("format", format, FORMATS)
     if not rows:
         raise UsageError("no rows to show; load at least one finished run")
-    asked = layout or Layout()
+    asked = asked or Asked()
     rows = in_order(rows, asked.sort)
     tabled = {"": list(rows)} if by is None else compare.by(rows, by)
     if format in ("csv", "json"):
@@ -676,9 +656,7 @@ def best(rows: Sequence[ComparisonRow], most: int) -> list[ComparisonRow]:
         groups.setdefault((row.tier, budget), []).append(place)
 
     def behind(place: int) -> tuple[bool, float]:
-        row = rows[place]
-        sign = -1 if row.metric == "accuracy" else 1
-        return not row.is_baseline, math.inf if row.mean is None else sign * row.mean
+        return not rows[place].is_baseline, rows[place].behind
 
     ordered = [
         (turn, behind(place), place)

@@ -30,18 +30,6 @@ MODULES: dict[str, str] = {
 """Kind of analysis -> its module."""
 
 
-def listed() -> list[dict[str, str]]:
-    """Return one row an analysis: its kind, the question that it answers, and its module."""
-    rows = []
-    for kind, module in MODULES.items():
-        try:
-            text = importlib.import_module(module).__doc__ or ""
-        except (Exception, SystemExit) as error:  # a faulty module must not break the list
-            text = f"cannot be used: {type(error).__name__}: {error}"
-        rows.append({"name": kind, "what": text.strip().partition("\n")[0], "module": module})
-    return rows
-
-
 def draw(analysis: Analysis, path: Path) -> list[Path]:
     """Draw the pictures of an analysis and return their files: PNG, SVG or PDF by the ending.
 

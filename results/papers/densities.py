@@ -159,7 +159,7 @@ def _train(
     """Return one row per snapshot of one training; `report` is called with each step."""
     config = settings.config(seed)
     looked_at = settings.snapshot_steps()
-    plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, weights=(), wanted=bool)
+    plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, wanted=bool)
     watch = Watch(plan)
     threads = configuration.threads_per_worker(config)
     parallel = min(config.workers, max(1, configuration.cores() // threads))

@@ -128,9 +128,15 @@ YAML = {
 }
 
 
-@pytest.mark.parametrize("name", YAML)
-@pytest.mark.parametrize("flag", ["--config", "--suite", "--cluster"])
-def test_yaml_that_is_refused(tmp_path: Path, name: str, flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        *(("--config", name) for name in YAML),
+        *((flag, name) for flag in ("--suite", "--cluster") for name in ("aliases", "not UTF-8")),
+    ],
+)
+def test_yaml_that_is_refused(tmp_path: Path, flag: str, name: str) -> None:
+    """By one reader: every fault of a config, and two of the other files."""
     text, word = YAML[name]
     path = tmp_path / "mine.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -8,7 +8,7 @@ import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -601,27 +601,3 @@ def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
     svg = tmp_path / "again.svg"
     studies.draw(back, svg)
     assert "terngrad" in svg.read_text()
-
-
-def test_a_panel_without_values_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gcbench.report import figures
-
-    capture(tmp_path / "in", normal(2))
-    words = ["histogram", tmp_path / "in", "--results", tmp_path, "--progress", "none"]
-    assert invoke(*words, "--compressor", "terngrad,topk").code == 0
-    analysis = measuring.load(next(tmp_path.glob("histogram-*")))
-    message: list[str] = []
-
-    def texts(figure: Any, path: Path) -> None:
-        message.extend(text.get_text() for axes in figure.axes for text in axes.texts)
-
-    monkeypatch.setattr(figures, "save", texts)
-    studies.draw(analysis, tmp_path / "x.png")
-    assert not [text for text in message if "no " in text or text.startswith("not ")]
-    whole = {table.name: table.rows for table in analysis.tables}
-    for name, expected in (("bins", "no histogram: no layer was chosen"),):
-        message.clear()
-        analysis.table(name).rows = []
-        studies.draw(analysis, tmp_path / "x.png")
-        assert expected in message, name
-        analysis.table(name).rows = whole[name]

@@ -10,11 +10,6 @@ from commands import invoke
 from gcbench.report import glossary
 
 
-def test_the_words_are_listed() -> None:
-    rows = invoke("list", "words", "--json").json
-    assert {row["name"]: row["what"] for row in rows} == glossary.WORDS
-
-
 def test_a_long_table_points_to_the_glossary(tmp_path: Path) -> None:
     write(tmp_path, *(summary(f"m{i}", 0, 0.9) for i in range(glossary.LONG + 1)))
     assert glossary.POINTER in invoke("compare", tmp_path, "--details").out

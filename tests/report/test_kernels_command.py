@@ -13,7 +13,6 @@ from benchmarks.cases import CASES, Gradient
 from benchmarks.sizes import RESNET50, SIZES, numel
 from commands import ROOT, invoke
 
-from gcbench.core.errors import UsageError
 from gcbench.ops import cuda, native
 from gcbench.report import kernel_timings
 
@@ -142,20 +141,6 @@ def test_a_narrow_terminal_cuts_no_cell(saved, width, monkeypatch):
     assert (table.count("efsignsgd.encode_feedback") == 1) == (width >= 86)
 
 
-def test_selection_keeps_the_ratio_to_eager(saved):
-    path = saved(row(), row(backend="eager", seconds=0.8), row(op="pack", size="1e4"))
-    text = invoke(
-        "kernels", path, "--op", "encode", "--backend", "cpu", "--size", "25e6", "--details"
-    ).out
-    assert cells(text, "ternary_encode", "cpu avx512")[3] == "80.0"
-    assert "eager  " not in text.split("Example")[0].replace("x eager", "")
-    assert "1e4" not in text
-    missing = invoke("kernels", path, "--size", "1e5")
-    assert missing.code == 2
-    assert "unknown size '1e5'" in missing.err
-    assert "Known: 1e4, 25e6" in missing.err
-
-
 def test_json_is_read_again(saved, tmp_path):
     path = saved(row(seconds=0.0123456789), row(backend="eager"))
     again = tmp_path / "again.json"
@@ -194,12 +179,6 @@ def test_other_files_are_refused(tmp_path, content, expected):
     assert result.code == 2
     assert expected in result.err
     assert len(result.err.splitlines()) == 1
-
-
-def test_unknown_format(saved):
-    timings = kernel_timings.load(saved(row()))
-    with pytest.raises(UsageError, match="unknown format 'csv'"):
-        kernel_timings.render(timings, timings.rows, "csv")
 
 
 # ---- what is timed -------------------------------------------------------------------------------

@@ -25,11 +25,11 @@ DEFAULTS: dict[str, list[tuple[object, ...]]] = {
     "run": [(*SMALL, "--seed", SEEDS)],
     "compare": [
         (ROWS,),
-        *((ROWS, "--suite", path.stem) for path in sorted(ROWS.glob("*.parquet"))),
+        *((path, "--suite", path.stem) for path in sorted(ROWS.glob("*.parquet"))),
         (ROWS / "main.parquet", "--trials"),
         (ROWS / "main.parquet", "--suite", "main", "--by", "seed", "--where", "seed=0"),
         (ROWS / "main.parquet", "--suite", "main", "--target", "0.7", "--sort", "payload"),
-        (ROWS, "--suite", "main", "--columns", "accuracy,vs,ratio,payload"),
+        (ROWS / "main.parquet", "--suite", "main", "--columns", "accuracy,vs,ratio,payload"),
         ("runs",),
     ],
     "bundle": [(ROWS / "main.parquet",)],
@@ -50,6 +50,8 @@ DEFAULTS: dict[str, list[tuple[object, ...]]] = {
     "data get": [],
 }
 """Command -> arguments of calls that print a default answer; `data get` downloads."""
+SHOWING = ("run", "compare", "bundle", "histogram", "bandwidth", "verify", "report")
+"""Commands that show progress, on a slow machine also of what is otherwise quick."""
 
 
 def commands(app: typer.Typer, before: str = "") -> Iterator[str]:
@@ -74,7 +76,7 @@ def too_long(result: Result) -> str:
 def terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gcbench.commands.netlab.long_work", lambda *_, **__: long_analysis())
+    monkeypatch.setattr("gcbench.netlab.run", lambda *_: long_analysis())
     monkeypatch.setattr("gcbench.watch.run", lambda *_: long_analysis())
 
 
@@ -106,7 +108,7 @@ def test_every_command_is_tried() -> None:
 def test_the_default_answer_is_short(command: str, words: tuple[object, ...]) -> None:
     if words == ("runs",):
         assert invoke("run", *SMALL, "--seed", SEEDS, "--results", "runs").code == 0
-    quiet = ["--progress", "none"] if command in ("run", "histogram", "bandwidth", "verify") else []
+    quiet = ["--progress", "none"] if command in SHOWING else []
     result = invoke(*command.split(), *filter(None, [*quiet, *words]))
     assert result.code == 0, result.err
     assert not too_long(result), result.out + result.err

@@ -1,4 +1,4 @@
-"""`gcbench bounds`: the tests of noise, the rule of verdicts, what theorems predict, the command.
+"""`gcbench bounds`: the rule of verdicts, what theorems predict, the command.
 
 Wrong methods, and what catches them, are in test_bounds_mutants.py.
 
@@ -7,14 +7,12 @@ Statistical tests have fixed seeds; each says with what probability a right code
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.optimize
 import scipy.stats
 import torch
 from commands import invoke
@@ -24,7 +22,6 @@ from gcbench.compressors.memories.residual import Residual
 from gcbench.core import codec, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Context, Segments
-from gcbench.core.errors import UsageError
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.report import analysis as measuring
 from gcbench.stats.confidence import Interval, always, interval
@@ -37,185 +34,12 @@ from gcbench.studies.bounds import (
     gradient_claims,
     observe,
     quadratics,
-    shape,
     training,
 )
 from gcbench.studies.bounds.claims import Claim, judge
 from gcbench.training.train import Options
 
 QUICK = ("--steps", 20, "--every", 5, "--snapshots", 2, "--batches", 16, "--seed", "0,1,2")
-
-# ---- shape of noise ------------------------------------------------------------------------------
-
-
-def nearest_unimodal(x) -> float:
-    """Return the dip by its definition, as a linear programme for each place of the mode.
-
-    The least D with a distribution function, convex up to the mode and concave from it on, that is
-    within D of the empirical one at every point, on both sides of each step.
-    """
-    values, counts = np.unique(x, return_counts=True)
-    after = np.cumsum(counts) / len(x)
-    before = after - counts / len(x)
-    m = len(values)
-    best = 1.0
-    for mode in range(m):
-        # Unknown: F at the values (left limit and value at the mode, where F may jump), and D.
-        # Left part: points 0..mode (left limit at the mode); right part: points mode..m-1.
-        left, right = mode + 1, m - mode
-        size = left + right + 1
-        rows, limits = [], []
-
-        def bound(column, sign, value, rows=rows, limits=limits, size=size):
-            row = np.zeros(size)
-            row[column], row[-1] = sign, -1
-            rows.append(row)
-            limits.append(sign * value)
-
-        def order(row, rows=rows, limits=limits):
-            rows.append(row)
-            limits.append(0.0)
-
-        for i in range(left):
-            high = after[i] if i < mode else before[i]
-            bound(i, -1, high)  # F >= after - D, of the left limit at the mode only before
-            bound(i, 1, before[i])
-        for i in range(right):
-            bound(left + i, -1, after[mode + i])
-            bound(left + i, 1, before[mode + i] if i else after[mode])
-        for part, start, sign in ((range(left), 0, 1), (range(right), mode, -1)):
-            base = 0 if sign == 1 else left
-            for i in part[1:-1]:
-                a, b, c = values[start + i - 1], values[start + i], values[start + i + 1]
-                row = np.zeros(size)
-                row[base + i - 1], row[base + i + 1] = -sign / (b - a), -sign / (c - b)
-                row[base + i] = sign * (1 / (b - a) + 1 / (c - b))
-                order(row)
-            for i in part[1:]:
-                row = np.zeros(size)
-                row[base + i - 1], row[base + i] = 1, -1
-                order(row)
-        row = np.zeros(size)
-        row[left - 1], row[left] = 1, -1
-        order(row)
-        cost = np.zeros(size)
-        cost[-1] = 1
-        done = scipy.optimize.linprog(
-            cost, np.array(rows), np.array(limits), bounds=[(0, 1)] * (size - 1) + [(0, None)]
-        )
-        if done.status == 0:
-            best = min(best, done.fun)
-    return best
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_dip_is_the_distance_from_the_nearest_unimodal_distribution(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    n = int(draw.integers(5, 16))
-    x = [
-        draw.random(n),
-        np.concatenate([draw.normal(size=n), draw.normal(9, 1, n)]),
-        draw.normal(size=n) ** 3,
-    ][seed % 3]
-    assert shape.dip(x.tolist()) == pytest.approx(nearest_unimodal(x), abs=1e-9)
-    assert shape.dip(x.tolist()) >= 0.5 / len(x)
-
-
-def test_known_dips() -> None:
-    assert shape.dip([0, 1] * 50) == pytest.approx(0.25)  # two atoms: the largest there is
-    assert shape.dip(range(100)) == pytest.approx(1 / 200)  # the least
-    assert shape.dip([3.0] * 10) == pytest.approx(1 / 20)
-    # As R's diptest 0.77 and the C library of the package diptest 0.12 have it.
-    x = [30, 33, 35, 36, 37, 37, 39, 39, 39, 39, 39, 40, 40, 40, 40, 41, 42, 43, 43, 43, 44, 44]
-    x += [45, 45, 46, 47, 47, 48, 48, 48, 49, 50, 50, 51, 52, 52, 53, 53, 53, 53, 53, 54, 54, 57]
-    x += [57, 59, 60, 60, 60, 61, 61, 61, 61, 62, 62, 62, 62, 63, 66, 70, 72, 72]
-    assert shape.dip(x) == pytest.approx(0.06048387096774194, abs=1e-15)
-    draw = np.random.default_rng(5)
-    one = draw.normal(size=300)
-    two = np.concatenate([draw.normal(size=150), draw.normal(3, 1, 150)])
-    assert shape.dip(one) == pytest.approx(0.014769637510234529, abs=1e-15)
-    assert shape.dip(two) == pytest.approx(0.025368333491020086, abs=1e-15)
-
-
-def test_the_dip_test_keeps_its_level_and_sees_two_modes() -> None:
-    """P(more than 27 of 300 uniform samples below 5 %) = 1e-3; normal ones are rejected less."""
-    draw = np.random.default_rng(0)
-    n = 64
-
-    def rejected(samples) -> int:
-        return sum(shape.dip_p(shape.dip(x.tolist()), n) <= 0.05 for x in samples)
-
-    assert 4 <= rejected(draw.random((300, n))) <= 27
-    assert rejected(draw.normal(size=(300, n))) <= 10
-    two = draw.normal(size=(50, n)) + 6 * (draw.random((50, n)) < 0.5)
-    assert rejected(two) >= 48
-    # An atom at the mode, as of weights behind a ReLU, is unimodal.
-    assert rejected(np.where(draw.random((100, n)) < 0.4, 0, draw.normal(size=(100, n)))) <= 5
-
-
-@pytest.mark.parametrize("law", ["normal", "uniform", "laplace", "t3", "atom"])
-def test_the_triples_test_keeps_its_level(law: str) -> None:
-    """At 5 %, 300 samples of 128: outside [3, 30] with probability below 1e-3 at a true 4-6 %."""
-    draw = np.random.default_rng(1)
-    shaped = {
-        "normal": draw.standard_normal,
-        "uniform": draw.random,
-        "laplace": lambda size: draw.laplace(size=size),
-        "t3": lambda size: draw.standard_t(3, size),
-        "atom": lambda size: np.where(draw.random(size) < 0.3, 0, draw.standard_normal(size)),
-    }[law]
-    rejected = sum(shape.triples(x)[1] <= 0.05 for x in shaped((300, 128)) + 3.0)
-    assert 3 <= rejected <= 30
-
-
-def test_the_triples_test_sees_skewness_and_its_side() -> None:
-    draw = np.random.default_rng(2)
-    result = [shape.triples(x) for x in draw.exponential(size=(40, 128))]
-    assert all(z > 0 and p < 0.05 for z, p in result)
-    mirrored = [shape.triples(-x)[0] for x in draw.exponential(size=(5, 128))]
-    assert all(z < 0 for z in mirrored)
-    assert shape.triples([0.1 * k for k in range(-9, 10)]) == (pytest.approx(0, abs=1e-9), 1.0)
-    assert shape.triples([2.0] * 9) == (0.0, 1.0)
-    with pytest.raises(ValueError, match="at least 4"):
-        shape.triples([1, 2, 3])
-
-
-@pytest.mark.parametrize("ties", [False, True])
-def test_triples_by_their_definition(ties: bool) -> None:
-    """The statistic and its variance, by loops over triples, pairs and values."""
-    x = np.random.default_rng(3).normal(size=14) ** 3
-    x = np.round(2 * x) if ties else x
-    n = len(x)
-    f = {
-        (i, j, k): sum(
-            np.sign(x[a] + x[b] - 2 * x[c]) for a, b, c in ((i, j, k), (i, k, j), (j, k, i))
-        )
-        / 3
-        for i, j, k in itertools.combinations(range(n), 3)
-    }
-    eta = np.mean(list(f.values()))
-
-    def of(*fixed):
-        return np.mean([value for triple, value in f.items() if set(fixed) <= set(triple)]) - eta
-
-    zeta = [
-        np.mean([of(i) ** 2 for i in range(n)]),
-        np.mean([of(*pair) ** 2 for pair in itertools.combinations(range(n), 2)]),
-        np.mean([value**2 for value in f.values()]) - eta**2,
-    ]
-    variance = sum(
-        math.comb(3, c) * math.comb(n - 3, 3 - c) * zeta[c - 1] for c in (1, 2, 3)
-    ) / math.comb(n, 3)
-    z, p = shape.triples(x)
-    assert z == pytest.approx(eta / math.sqrt(variance))
-    assert p == pytest.approx(2 * scipy.stats.norm.sf(abs(z)))
-
-
-def test_holm_is_the_step_down_procedure() -> None:
-    assert shape.holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
-    assert shape.holm([0.9, 0.8]) == [1.0, 1.0]
-    assert shape.holm([]) == []
-
 
 # ---- verdicts ------------------------------------------------------------------------------------
 
@@ -365,19 +189,6 @@ def test_drawn_gradients_are_unbiased_with_the_noise_of_a_workers_batch(watched)
     assert one["gradient_l2"] == pytest.approx(float(model.curvature.norm()), rel=0.02)
     assert one["density_noise"] == pytest.approx(1.0, abs=0.01)
     assert one["noise_share"] == pytest.approx(one["sigma_l2"] ** 2 / 400 / one["gradient_l2"] ** 2)
-
-
-def test_weights_are_named_and_wrong_names_are_told(watched) -> None:
-    record, _ = watched(weights=("1.weight[3]", "3.bias[0]"), claims="signsgd/*")
-    names = [weight["weight"] for weight in record["snapshots"][0]["weights"]]
-    assert names == ["1.weight[3]", "3.bias[0]"]
-    for word, messages in (
-        ("1.wheight[3]", "Did you mean '1.weight'"),
-        ("3.bias[10]", "from 0 to 9"),
-        ("3.bias", "index"),
-    ):
-        with pytest.raises(UsageError, match=messages):
-            watched(weights=(word,), claims="signsgd/*")
 
 
 # ---- what is predicted ---------------------------------------------------------------------------
@@ -611,12 +422,8 @@ def test_the_command_prints_rows_saves_them_and_draws(tmp_path, only_small) -> N
     assert "claim to be unbiased" in absent["variance/", "topk"]["why"]
     (folder,) = tmp_path.glob("bounds-*")
     assert {path.name for path in folder.iterdir()} >= {
-        *("analysis.json", "claims.parquet", "clipping.json", "noise_bins.parquet", "bounds.png")
+        *("analysis.json", "claims.parquet", "clipping.json", "geometry.parquet", "bounds.png")
     }
-    bins = json.loads((folder / "noise_bins.json").read_text())
-    first = [row for row in bins if (row["weight"], row["seed"], row["step"]) == (
-        bins[0]["weight"], bins[0]["seed"], bins[0]["step"])]  # fmt: skip
-    assert sum(row["count"] for row in first) == 16
     svg = (tmp_path / "p.svg").read_text()
     assert "measured / bound" in svg
     again = invoke(*words, "--details")
@@ -750,7 +557,6 @@ def test_wrong_flags_say_what_is_allowed(tmp_path) -> None:
         (("--lr", "-1"), "greater than 0"),
         (("--plot", "x.gif"), ".png"),
         (("--workers", "3"), "does not divide"),
-        (("--weights", "nothing[0]", "--claims", "signsgd/*"), "unknown tensor"),
     ):
         done = invoke("bounds", "--results", tmp_path, *words)
         assert done.code == 2, words

@@ -156,6 +156,8 @@ def summarize(settings: Settings, records: Records) -> Analysis:
     ]
     exchanges = dict.fromkeys(item for _, item in records if item.kind == "exchange")
     crossings = [_crossing(settings, item, rows, phases) for item in exchanges]
+    confidence = interval([1.0] * settings.iterations, [1.0] * settings.iterations)[2]
+    backend = ops.choose(settings.backend, settings.device.partition(":")[0])
     title = f"Against {settings.library}'s {YARDSTICK} of the same float32 gradient"
     fastest = sorted(crossings, key=lambda row: -float(row.get("speed") or 0))[:BRIEF]
     tables = [
@@ -185,7 +187,7 @@ def summarize(settings: Settings, records: Records) -> Analysis:
             notes=[
                 "speed: median time of the plain all-reduce divided by that of the exchange, whose "
                 "iterations alternated, at the largest size; from, to: limits of a "
-                f"{_confidence(settings.iterations):.0%} interval for the median of the pairs' "
+                f"{confidence:.0%} interval for the median of the pairs' "
                 "ratios. ratio up, ratio wire: bytes of fp32 divided by those of the payload, and "
                 "on the wire.",
                 "pays from: the smallest size from which the exchange is faster at this and every "
@@ -211,7 +213,7 @@ def summarize(settings: Settings, records: Records) -> Analysis:
         kind=KIND,
         settings=settings.model_dump(mode="json"),
         command=command(settings),
-        provenance={**analysis.provenance(), "kernels": _kernels(settings)},
+        provenance={**analysis.provenance(), "kernels": backend},
         answer=_answers(settings, rows, crossings),
         conclusions=_conclusions(settings, rows, crossings),
         tables=tables,
@@ -327,11 +329,6 @@ def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Seque
     }
 
 
-def _confidence(n: int) -> float:
-    """Return the confidence of the intervals of n pairs."""
-    return interval([1.0] * n, [1.0] * n)[2]
-
-
 def _notes(settings: Settings) -> list[str]:
     notes = [
         f"{settings.workers} workers ({settings.engine}, {settings.library}), "
@@ -434,8 +431,3 @@ def _conclusions(
             "other programs and take more iterations (-n)."
         )
     return sentences
-
-
-def _kernels(settings: Settings) -> str:
-    """Return the backend of the methods' operations."""
-    return ops.choose(settings.backend, settings.device.partition(":")[0])

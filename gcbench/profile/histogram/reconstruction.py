@@ -53,11 +53,7 @@ class Gradients:
     @cached_property
     def rms(self) -> Tensor:
         """Root mean square of each layer over all workers, float64."""
-        return self.rms_of(self.buckets)
-
-    def rms_of(self, buckets: Sequence[Tensor]) -> Tensor:
-        """Return the root mean square of each layer in these buckets, float64."""
-        squares = [self.sums(bucket.double().square()) for bucket in buckets]
+        squares = [self.sums(bucket.double().square()) for bucket in self.buckets]
         return (torch.stack(squares).mean(0) / self.lengths.clamp(min=1)).sqrt()
 
     @property

@@ -32,7 +32,6 @@ from gcbench.studies.bounds import (
     gradient_claims,
     gradient_tables,
     quadratic_claims,
-    quadratics,
     training,
 )
 from gcbench.studies.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
@@ -44,7 +43,6 @@ from gcbench.training.train import Options, Trainer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 KIND = "bounds"
 PUBLISHED = (
@@ -79,8 +77,6 @@ class Settings(BaseModel):
     """Training steps with each method and seed; 0: none."""
     methods: str = ""
     """Comma-separated; empty: all registered ones and `PUBLISHED`. `compressor` is added."""
-    weights: tuple[str, ...] = ()
-    """Weights whose noise is tested, as tensor[index]; empty: `observe.chosen`."""
     claims: str = "*"
     """A shell pattern of the claims' names."""
     quadratic_only: bool = False
@@ -306,7 +302,6 @@ def _train(
             every=settings.every,
             snapshots=settings.snapshot_steps(),
             batches=settings.batches,
-            weights=settings.weights,
             wanted=settings.wanted,
         )
     )
@@ -478,7 +473,7 @@ def _conclusions(rows: Sequence[Row]) -> list[str]:
         numbers = [f"{verdicts.count(v)} {VERBS[v]}" for v in VERDICTS if verdicts.count(v)]
         rows_of = f"{kind} rows" if len(verdicts) > 1 else f"{kind} row"
         counts.append(f"{len(verdicts)} {rows_of}: {', '.join(numbers)}" if verdicts else "")
-    sentences = ["; ".join(filter(None, counts)) + "."]
+    sentences = ["; ".join(filter(None, counts)) + "."] if rows else []
     for verdict, meaning in (
         ("undecided", "could not be decided: the interval is too wide for the bound"),
         (LOOSELY, f"held with a slack above {LOOSE:g}, under which a wrong code could hide"),
@@ -521,19 +516,47 @@ def draw(analysis: Analysis, path: Path) -> None:
     Raises:
         GcbenchError: the file cannot be written.
     """
+    import seaborn
+    from matplotlib.lines import Line2D
+
     names = [table.name for table in analysis.tables]
     rows = list(analysis.table("claims").rows)
     if "gradients" in names:  # older files have all rows in one table
         rows += analysis.table("gradients").rows
     places = list(dict.fromkeys(str(row["place"]) for row in rows)) or [codec_claims.PLACE]
     longest = max(sum(row["place"] == place for row in rows) for place in places)
+    palette = seaborn.color_palette("colorblind")
+    colours = {verdict: palette[place] for verdict, place in COLOURS.items()}
     with figures.canvas(9.5 * len(places), 2.6 + 0.3 * longest) as figure:
         panels = figure.subplots(1, len(places), squeeze=False)[0]
         for axes, place in zip(panels, places, strict=True):
-            _panel(axes, [row for row in rows if row["place"] == place], longest)
-            axes.set_title(_title(analysis, place))
-        _legend(figure, rows)
+            _panel(axes, [row for row in rows if row["place"] == place], longest, colours)
+            axes.set_title(place)
+        style: dict[str, Any] = {"ls": "", "ms": 9}
+        handles = [
+            Line2D(
+                [],
+                [],
+                marker="s",
+                color=colour,
+                label=f"{verdict} ({_count(rows, verdict)})",
+                **style,
+            )
+            for verdict, colour in colours.items()
+        ]
+        handles += [
+            Line2D([], [], marker=marker, color="0.4", label=kind, **style)
+            for kind, marker in SYMBOLS.items()
+        ]
+        handles.append(Line2D([], [], color="0.4", lw=2.5, label="interval"))
+        count = len(handles)
+        figure.legend(handles=handles, loc="outside lower center", ncols=count, frameon=False)
+        figure.suptitle("Convergence claims: left of 1 the bound holds")
         figures.save(figure, path)
+
+
+def _count(rows: Sequence[Row], verdict: str) -> int:
+    return sum(row["verdict"] == verdict for row in rows)
 
 
 def _ratio(value: Any) -> float:
@@ -541,57 +564,18 @@ def _ratio(value: Any) -> float:
     return MOST if value is None else min(max(float(value), LEAST), MOST)
 
 
-def _panel(axes: Axes, rows: Sequence[Row], longest: int) -> None:
-    import seaborn
-
-    palette = seaborn.color_palette("colorblind")
+def _panel(axes: Axes, rows: Sequence[Row], longest: int, colours: Mapping[str, Any]) -> None:
     for height, row in enumerate(rows):
-        colour = palette[COLOURS[str(row["verdict"])]]
-        at = _ratio(row["ratio"])
+        colour, at = colours[str(row["verdict"])], _ratio(row["ratio"])
         if row["ratio_low"] is not None or row["ratio_high"] is not None:
             limits = _ratio(row["ratio_low"] or 0.0), _ratio(row["ratio_high"])
             axes.plot(limits, (height, height), color=colour, lw=2.5, solid_capstyle="butt")
-        outside = row["ratio"] is None or not LEAST <= float(row["ratio"]) <= MOST
-        marker = SYMBOLS[str(row["kind"])]
-        if outside:
-            marker = "<" if at == LEAST else ">"
-        face = "white" if row["verdict"] == "undecided" else colour
-        axes.plot(at, height, marker, color=colour, mfc=face, ms=8, mew=1.8)
+        outside = {LEAST: "<", MOST: ">"} if row["ratio"] != at else {}
+        axes.plot(at, height, outside.get(at, SYMBOLS[str(row["kind"])]), color=colour, ms=8)
     axes.axvline(1.0, color="0.2", lw=1.5)
     axes.set_xscale("log")
     axes.set_xlim(LEAST / 1.6, MOST * 1.6 if any(_ratio(r["ratio"]) > 30 for r in rows) else 30)
     axes.set_ylim(longest - 0.3, -0.7)
     axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize="small")
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        if row["verdict"] == "fails":
-            tick.set_color(palette[COLOURS["fails"]])
-            tick.set_fontweight("bold")
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("measured / bound")
-
-
-def _title(analysis: Analysis, place: str) -> str:
-    if place == quadratic_claims.PLACE:
-        return f"{place}, copies of {quadratics.ELEMENTS} elements in all"
-    settings = analysis.settings
-    seeds = f"{len(settings['seeds'])} seed{'s' * (len(settings['seeds']) > 1)}"
-    return f"{place}\n{settings['workers']} workers, {seeds}" if "of " in place else place
-
-
-def _legend(figure: Figure, rows: Sequence[Row]) -> None:
-    """Add a legend of colours and symbols, and the title."""
-    import seaborn
-    from matplotlib.lines import Line2D
-
-    palette = seaborn.color_palette("colorblind")
-    handles = []
-    for verdict, colour in COLOURS.items():
-        count = sum(row["verdict"] == verdict for row in rows)
-        face = "white" if verdict == "undecided" else palette[colour]
-        style = {"color": palette[colour], "mfc": face, "mew": 1.8, "ms": 9}
-        handles.append(Line2D([], [], ls="", marker="s", label=f"{verdict} ({count})", **style))
-    for kind, marker in SYMBOLS.items():
-        handles.append(Line2D([], [], ls="", marker=marker, color="0.4", ms=9, label=kind))
-    handles.append(Line2D([], [], color="0.4", lw=2.5, label="interval"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle("Convergence claims: left of 1 the bound holds")

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from gcbench.stats.confidence import Interval, always, mean, ratio
-from gcbench.studies.bounds import shape
 from gcbench.studies.bounds.claims import Claim, Judged, over
-from gcbench.studies.bounds.gradient_tables import each, noise_tests
+from gcbench.studies.bounds.gradient_tables import each
 from gcbench.studies.bounds.observe import CLIP, Record
 
 WEN = "Wen et al. 2017"
@@ -21,9 +20,6 @@ CLIP_LENGTH, CLIP_ANGLE = 0.015, 3.0
 """The most that clipping at 2.5 sigma changes according to the paper: 1.0-1.5 %, 2-3 degrees."""
 ORDER = 10.0
 """Two values are of the same order of magnitude if they differ by at most this factor."""
-P = 0.05
-"""Family-wise error probability of the tests of noise."""
-
 LAYER_WISE = Claim(
     "terngrad/layer-wise",
     "property",
@@ -73,23 +69,7 @@ WRONG_SYMMETRIC = Claim(
     "if noise is unimodal and symmetric: sum_i |g_i| P[sign wrong] / sum_i |g_i| Gauss(S_i)",
     f"{BERNSTEIN}, proof of theorem 2b",
 )
-UNIMODAL = Claim(
-    "signsgd/unimodal",
-    "assumption",
-    "noise of named weights is unimodal: -log10 of the least p of the dip test, Holm",
-    f"{BERNSTEIN}, assumption 4",
-)
-SYMMETRIC = Claim(
-    "signsgd/symmetric",
-    "assumption",
-    "noise of named weights is symmetric: -log10 of the least p of the triples test, Holm",
-    f"{BERNSTEIN}, assumption 4",
-)
-
-FIXED = (
-    *(LAYER_WISE, CLIPPED, BOUND, LENGTH, ANGLE, DENSITIES, WRONG, WRONG_SYMMETRIC),
-    *(UNIMODAL, SYMMETRIC),
-)
+FIXED = (LAYER_WISE, CLIPPED, BOUND, LENGTH, ANGLE, DENSITIES, WRONG, WRONG_SYMMETRIC)
 
 
 def judge(records: Sequence[Record], is_weight: Sequence[bool], judged: Judged, place: str) -> None:
@@ -155,15 +135,3 @@ def _signs(snapshots: Sequence[Sequence[Record]], judged: Judged, place: str) ->
     judged.add(DENSITIES, place, estimate, ORDER, why=why)
     for claim, field in ((WRONG, "wrong_any"), (WRONG_SYMMETRIC, "wrong_symmetric")):
         judged.add(claim, place, _worst([over(one["wrong"], one[field]) for one in flat]), 1.0)
-    tested = list(noise_tests(snapshots))
-    for claim, field in ((UNIMODAL, "dip_holm"), (SYMMETRIC, "triples_holm")):
-        if not tested or len(tested) > P * shape.SIMULATIONS:
-            many = f"{len(tested)} tests are too many for p-values from {shape.SIMULATIONS} samples"
-            judged.skip(claim.name, place, many if tested else "no named weight has any noise")
-            continue
-        least = min(float(row[field]) for row in tested)  # type: ignore[arg-type]
-        rejected = sum(float(row[field]) <= P for row in tested)  # type: ignore[arg-type]
-        estimate = always(abs(math.log10(max(least, 1e-300))), len(tested))._replace(over="tests")
-        size = tested[0]["n"]
-        why = f"{rejected} of {len(tested)} rejected at {P:.0%} family-wise, samples of {size}"
-        judged.add(claim, place, estimate, -math.log10(P), why=why)

@@ -1,47 +1,18 @@
-"""Tables of the measurements on gradients: the gradient bound, clipping, geometry, noise."""
+"""Tables of the measurements on gradients: the gradient bound, clipping, geometry."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from gcbench.report.analysis import Row, Shown, Table
 from gcbench.stats.confidence import Interval, mean, ratio
-from gcbench.studies.bounds import shape
 from gcbench.studies.bounds.observe import Record
 
 
 def each(records: Sequence[Record], group: str) -> list[list[Record]]:
     """Return the "observations" or "snapshots" (`group`) of the records, one list a seed."""
     return [record[group] for record in records]
-
-
-def noise_tests(snapshots: Sequence[Sequence[Record]]) -> Iterator[Row]:
-    """Yield one row for each weight, snapshot and seed, with p-values adjusted for all rows."""
-    tested = [
-        (seed, one["step"], weight)
-        for seed, run in enumerate(snapshots)
-        for one in run
-        for weight in one["weights"]
-        if not weight["constant"]
-    ]
-    adjusted = [
-        shape.holm([weight[field] for _, _, weight in tested]) for field in ("dip_p", "triples_p")
-    ]
-    for (seed, step, weight), dip_holm, triples_holm in zip(tested, *adjusted, strict=True):
-        yield {
-            "weight": weight["weight"],
-            "run": seed,
-            "step": step,
-            "n": weight["n"],
-            "sd": weight["sd"],
-            "zeros": weight["zeros"],
-            "dip": weight["dip"],
-            "dip_holm": dip_holm,
-            "triples": weight["triples"],
-            "triples_holm": triples_holm,
-        }
 
 
 def tables(
@@ -55,8 +26,6 @@ def tables(
         yield _layers(observations, names, sizes)
     if any("batches" in one for run in snapshots for one in run):
         yield _geometry(snapshots, seeds)
-        yield _noise(snapshots, seeds)
-        yield _bins(snapshots, seeds)
 
 
 def _spread(name: str, estimate: Interval) -> Row:
@@ -160,57 +129,3 @@ def _geometry(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Ta
         which=2,
         rows=rows,
     )
-
-
-def _noise(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
-    rows = [
-        {
-            **{name: value for name, value in row.items() if name != "run"},
-            "seed": seeds[_int(row["run"])],
-        }
-        for row in noise_tests(snapshots)
-    ]
-    return Table(
-        name="noise",
-        title="Noise of named weights: dip (unimodal) and triples (symmetric) tests, p by Holm",
-        shown=[
-            Shown(field="weight", heading="weight"),
-            Shown(field="seed", heading="seed"),
-            Shown(field="step", heading="step"),
-            Shown(field="n", heading="n"),
-            Shown(field="sd", heading="sd"),
-            Shown(field="zeros", heading="zeros\n%", scale=100),
-            Shown(field="dip", heading="dip"),
-            Shown(field="dip_holm", heading="p of\ndip"),
-            Shown(field="triples", heading="triples\nz"),
-            Shown(field="triples_holm", heading="p of\ntriples"),
-        ],
-        which=1,
-        rows=rows,
-    )
-
-
-def _int(value: Any) -> int:
-    return int(value)
-
-
-def _bins(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
-    rows: list[Row] = []
-    for seed, run in zip(seeds, snapshots, strict=True):
-        for one in run:
-            for weight in one["weights"]:
-                if weight["constant"]:
-                    continue
-                width = (weight["high"] - weight["low"]) / len(weight["counts"])
-                rows += [
-                    {
-                        "weight": weight["weight"],
-                        "seed": seed,
-                        "step": one["step"],
-                        "left": weight["low"] + k * width,
-                        "right": weight["low"] + (k + 1) * width,
-                        "count": count,
-                    }
-                    for k, count in enumerate(weight["counts"])
-                ]
-    return Table(name="noise_bins", title="Histograms of the noise of named weights", rows=rows)

@@ -1,10 +1,10 @@
-"""Measurements on gradients while a task is trained: norms, clipping, noise and its distribution.
+"""Measurements on gradients while a task is trained: norms, clipping, noise.
 
 A `Watch` is attached to a trainer and gets each worker's gradient before the exchange; no
 compressor affects what it measures. Every k-th step is an observation, of norms and clipping. A few
-steps are snapshots: at their parameters many more batches are drawn, which give the mean gradient,
-coordinate by coordinate the noise of one worker's batch (Welford's streaming moments, float64), and
-samples of the noise of named weights.
+steps are snapshots: at their parameters many more batches are drawn, which give the mean gradient
+and, coordinate by coordinate, the noise of one worker's batch (Welford's streaming moments,
+float64).
 
 The variance of the noise is computed about the mean of the B drawn batches, over B - 1, and so is
 unbiased; the standard deviation is too low, by a factor of about 1 - 1 / (4 B) for normal noise.
@@ -15,7 +15,6 @@ of its squared norm that is this noise.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,20 +28,13 @@ from gcbench import ops
 from gcbench.checks.oracle import energy
 from gcbench.core import purposes
 from gcbench.core.compressor import Key, Segments
-from gcbench.core.errors import UsageError, unknown
 from gcbench.core.values import finite
-from gcbench.studies.bounds import shape
 from gcbench.training.train import Trainer
 
 CLIP = 2.5
 """TernGrad's clipping, in standard deviations of a tensor (Wen et al. 2017, section 3.3)."""
 APART = 1 << 20
 """Added to the rank in the key of a drawn batch, so that no worker of the run draws the same."""
-CHOSEN, CHOSEN_TENSORS = 2, 4
-"""Numbers of weights per tensor, and of tensors, whose noise is tested if none are named."""
-BINS = 24
-"""Bins of a noise histogram, from the least to the largest value."""
-
 Record = dict[str, Any]
 
 
@@ -54,8 +46,6 @@ class Plan:
     snapshots: tuple[int, ...]
     batches: int
     """Batches drawn at a snapshot."""
-    weights: tuple[str, ...]
-    """Weights whose noise is tested, as tensor[index]; empty: some are chosen."""
     wanted: Callable[[str], bool]
     """Whether any claim of a group, e.g. "signsgd/", is to be tested."""
 
@@ -80,47 +70,6 @@ class Welford:
         return self.squares / (self.n - 1 if unbiased else self.n)
 
 
-def chosen(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
-    """Return the weights that are tested if the user names none, as tensor[index].
-
-    They are `CHOSEN` weights of each of up to `CHOSEN_TENSORS` tensors, which are spread evenly
-    over those with several dimensions. The indices are drawn at random, the same for every seed.
-    """
-    pairs = list(zip(names, shapes, strict=True))
-    pairs = [pair for pair in pairs if len(pair[1]) > 1] or pairs
-    count = min(CHOSEN_TENSORS, len(pairs))
-    picked = [pairs[round(k * (len(pairs) - 1) / max(count - 1, 1))] for k in range(count)]
-    draws = ops.random.draws24(Key(0, 0, 0, 0, purposes.ORDER), CHOSEN * count).tolist()
-    return [
-        f"{name}[{draws[CHOSEN * i + k] % math.prod(shape)}]"
-        for i, (name, shape) in enumerate(picked)
-        for k in range(min(CHOSEN, math.prod(shape)))
-    ]
-
-
-def locate(words: Sequence[str], trainer: Trainer) -> dict[str, int]:
-    """Return the position in the bucket of each weight, given as tensor[index].
-
-    Raises:
-        UsageError: no such tensor, or no such element.
-    """
-    places: dict[str, int] = {}
-    starts = list(itertools.accumulate(trainer.sizes, initial=0))
-    for word in words:
-        name, _, rest = word.partition("[")
-        if name not in trainer.names:
-            raise unknown("tensor", name, trainer.names, "Write tensor[index], e.g. 1.weight[3].")
-        which = trainer.names.index(name)
-        size = trainer.sizes[which]
-        if not (rest.endswith("]") and rest[:-1].isdigit() and int(rest[:-1]) < size):
-            raise UsageError(
-                f"weight {word!r}: {name}[index] expected, with an index from 0 to {size - 1} into "
-                "the flattened tensor"
-            )
-        places[word] = starts[which] + int(rest[:-1])
-    return places
-
-
 class Watch:
     """Measures the gradients of one run; its `on_bucket` is given to the trainer's options."""
 
@@ -131,11 +80,10 @@ class Watch:
         self._buckets: list[Tensor] = []
 
     def start(self, trainer: Trainer) -> None:
-        """Attach to a trainer; UsageError for weights that it does not have."""
+        """Attach to a trainer."""
         self.trainer = trainer
         self.shapes = [s for _, exact, shapes in trainer.groups if not exact for s in shapes]
         self.segments = Segments.of(self.shapes)
-        self.weights = locate(self.plan.weights or chosen(trainer.names, self.shapes), trainer)
 
     def on_bucket(self, step: int, rank: int, bucket: Tensor) -> None:
         """Take one worker's gradient, float32, shape (n,); at the last worker's, measure all.
@@ -232,27 +180,23 @@ class Watch:
             yield from gradients[: self.plan.batches - first]
 
     def _noise(self, step: int, like: Tensor) -> Record:
-        """Return norms and densities of gradient and noise, wrong signs, and tests of the noise.
+        """Return norms and densities of gradient and noise, and wrong signs.
 
         `like`: a tensor of the bucket's shape.
         """
         seen = Welford(like)
         above = torch.zeros_like(like, dtype=torch.int32)
         below = torch.zeros_like(above)
-        at = list(self.weights.values())
-        samples = []
         for gradient in self.drawn(step):
             seen.add(gradient)
             above += gradient > 0
             below += gradient < 0
-            samples.append(gradient[at].double())
         mean, sigma = seen.mean, seen.variance().sqrt()
         population = seen.variance(unbiased=False).sqrt()
         agree = torch.where(mean > 0, above, below).double() / seen.n
         wrong = torch.where(mean == 0, 0.0, 1 - agree)
         noisy = sigma > 0
         strength = mean[noisy].abs() / sigma[noisy]
-        table = torch.stack(samples)
         return {
             "batches": seen.n,
             "gradient_l1": float(mean.abs().sum()),
@@ -265,9 +209,6 @@ class Watch:
             "wrong": float((mean.abs() * wrong).sum()),
             "wrong_any": float(population.sum()),
             "wrong_symmetric": float((mean[noisy].abs() * gauss(strength)).sum()),
-            "weights": [
-                {"weight": name, **_shape_of(table[:, i])} for i, name in enumerate(self.weights)
-            ],
         }
 
 
@@ -285,30 +226,6 @@ def gauss(strength: Tensor) -> Tensor:
     """
     far = 2 / (9 * strength.square())
     return torch.where(strength > 2 / math.sqrt(3), far, 0.5 - strength / (2 * math.sqrt(3)))
-
-
-def _shape_of(sample: Tensor) -> Record:
-    """Return the tests of one weight's noise and its histogram; `sample`: float64, (batches,)."""
-    values = (sample - sample.mean()).tolist()
-    low, high = min(values), max(values)
-    if low == high:
-        return {"constant": True}
-    statistic = shape.dip(values)
-    z, p = shape.triples(values)
-    counts = torch.histc(torch.tensor(values, dtype=torch.float64), BINS, low, high)
-    return {
-        "constant": False,
-        "n": len(values),
-        "sd": float(sample.std()),
-        "zeros": float((sample == 0).double().mean()),
-        "dip": statistic,
-        "dip_p": shape.dip_p(statistic, len(values)),
-        "triples": z,
-        "triples_p": p,
-        "low": low,
-        "high": high,
-        "counts": [int(count) for count in counts],
-    }
 
 
 def _average(records: Sequence[Record]) -> Record:
