@@ -24,8 +24,9 @@ def limits(n: int) -> torch.Tensor:
 def cases(n: int) -> Iterator[Call]:
     blocks = [(f"blocks of {size}", Segments.of([(n,)], size)) for size in (256, 40, 1)]
     for cut, segments in (*segmentations(n), *blocks):
-        inputs = [*values(n), *nonfinite(n), ("limits", limits(n))]
-        for what, x in inputs if n <= 5000 else inputs[:1] + inputs[-4:]:
+        least = limits(n) * 2.0**-100  # the smallest scale that is not sent as 0
+        inputs = [*values(n), *nonfinite(n), ("limits", limits(n)), ("least", least)]
+        for what, x in inputs if n <= 5000 else inputs[:1] + inputs[-5:]:
             yield Call("u8bit.encode", f"{what} {cut}", (x, segments))
         yield from payloads(n, cut, segments)
 
