@@ -62,19 +62,9 @@ class Threshold(Compressor):
         if not (math.isfinite(self.threshold) and self.threshold > 0):
             raise ValueError(f"threshold={self.threshold}: expected a finite number above 0")
 
-    def selected(self, x: Tensor, segments: Segments) -> Tensor:
-        """Return whether each element is sent, bool, shape (n,). `x`: float32, (n,)."""
-        limits = ops.statistics.absmax(x, segments).clamp_(max=self.threshold)
-        size, chosen = x.abs(), x != 0
-        for (which, sizes), (_, marks) in zip(
-            segments.views(size), segments.views(chosen), strict=True
-        ):
-            marks &= sizes >= limits[which].unsqueeze(1)
-        return chosen
-
     def encode(self, x: Tensor, ctx: Context) -> tuple[Tensor, ...]:
-        positions = self.selected(x, ctx.segments).nonzero().squeeze(1)
-        return (*ops.selection.pack_positions(positions, x.numel(), "gaps"), x[positions])
+        positions, values = ops.selection.reaching(x, ctx.segments, self.threshold)
+        return (*ops.selection.pack_positions(positions, x.numel(), "gaps"), values)
 
     def _open(self, payload: Payload, n: int) -> tuple[Tensor, Tensor]:
         """Return positions, int64, and values, float32, shape (K,) each."""
@@ -110,7 +100,9 @@ class ThresholdClaims(Claims[Threshold], of=Threshold):
         return error if 0.01 < error < 0.99 else None
 
     def error_bound(self, x: Tensor, ctx: Context) -> float:
-        return float(x.double()[~self.codec.selected(x, ctx.segments)].square().sum())
+        left = x.double()
+        left[ops.selection.reaching(x, ctx.segments, self.codec.threshold)[0]] = 0
+        return float(left.square().sum())
 
     def delta(self, segments: Segments) -> float:
         """Return 1/d for the longest tensor, attained if all magnitudes are almost equal."""

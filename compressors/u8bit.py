@@ -35,23 +35,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
-from gcbench.core.errors import PayloadError
 from gcbench.ops.statistics import TINY, absmax, scale_
-
-_CENTERS = [
-    10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(1, 7) for j in range(2**i)
-]
-LEVELS = torch.tensor([0.0, *_CENTERS, 1.0], device="cpu")
-"""The 128 levels, float32, increasing."""
-LIMITS = ((LEVELS[1:].double() + LEVELS[:-1]) / 2).float()
-"""The 127 numbers halfway between them."""
-# By the upper 16 bits of a float32 in [0, 1]: the code of the smallest such number, and the limit
-# above which the code is one higher. No two limits have the same upper bits.
-_STARTS = (torch.arange(0x3F81, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
-FIRST = torch.bucketize(_STARTS, LIMITS).to(torch.int8)
-NEXT = torch.cat((LIMITS, LIMITS.new_tensor([torch.inf])))[FIRST.int()]
+from gcbench.ops.u8bit import LEVELS
 
 
 @dataclass(frozen=True)
@@ -65,30 +53,11 @@ class U8bit(Compressor):
     variants = ({}, {"granularity": 256})
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        top = absmax(x, ctx.segments)
-        divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
-        shares = x.abs()
-        for which, rows in ctx.segments.views(shares):
-            rows /= divisor[which].unsqueeze(1)
-        upper = shares.nan_to_num_(nan=0.0).view(torch.int32) >> 16
-        codes = FIRST.to(x.device).index_select(0, upper)
-        codes += shares > NEXT.to(x.device).index_select(0, upper)
-        return codes.mul_(x.sign().to(torch.int8)), torch.where(top < TINY, 0.0, top)
+        return ops.u8bit.encode(x, ctx.segments, out=ctx.parts)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
         codes, scales = payload.parts
-        if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
-            raise PayloadError(f"{self.name}: a scale must be 0, or finite and at least 2^-100")
-        if codes.numel() and int(codes.min()) == -128:
-            raise PayloadError(f"{self.name}: code -128 is not used")
-        table = torch.cat((-LEVELS.flip(0), LEVELS[1:])).to(codes.device)
-        values = table.index_select(0, codes.int().add_(127))
-        for which, rows in ctx.segments.views(values):
-            zero = scales[which] == 0
-            if zero.any() and rows[zero].any():
-                raise PayloadError(f"{self.name}: nonzero codes in a block of scale 0")
-        scale_(values, scales, ctx.segments)
-        return values if ctx.out is None else ctx.out.copy_(values)
+        return ops.u8bit.decode(codes, scales, ctx.segments, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         return ((torch.int8, segments.numel), (torch.float32, len(segments)))

@@ -1,8 +1,11 @@
-// Shared by codecs of blocks with one scale each: the largest magnitude of a block, and the check of scales.
+// Shared by codecs of blocks with one scale each: the largest magnitude of a block, the loop that encodes blocks by it,
+// and the check of scales.
 #pragma once
 #include <utility>
 
 #include "loops.hpp"
+
+GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
 
 namespace gc {
 
@@ -59,6 +62,36 @@ inline bool all_short(const Segments& segments) {
     longest = length > longest ? length : longest;
   }
   return longest <= SHORT;
+}
+
+// Codes of x, (n,), and the scale of each block: its largest magnitude, or 0 if that is below TINY.
+// `encode_part(x, top, count, codes)` encodes a part of a block whose largest magnitude is `top`.
+template <class Code, class F>
+inline void encode_blocks(const float* x, int64_t n, const Segments& segments, Code* codes, float* scales, int threads,
+                          F encode_part) {
+  const int64_t m = segments.count;
+  const bool twice = !all_short(segments);
+  if (twice) gc_segment_absmax(x, segments.offsets, m, scales, threads);
+  parallel(tiles_of(n), threads, [=, &segments](int64_t first, int64_t last) {
+    int64_t at = segments.holding(first * TILE), known = -1;
+    float top = 0;  // of block `known`
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+        if (s != known) {  // where threads share a block, each finds its largest magnitude
+          const int64_t from = segments.offsets[s];
+          top = twice ? scales[s] : largest(x + from, segments.offsets[s + 1] - from);
+          if (from >= first * TILE) scales[s] = top;
+          known = s;
+        }
+        encode_part(x + start + begin, top, end - begin, codes + start + begin);
+      });
+    }
+  });
+  for (int64_t s = 0; s < m; ++s) {
+    if (scales[s] < TINY || segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
+  }
 }
 
 // Whether these scales are valid: 0, or finite and at least TINY.

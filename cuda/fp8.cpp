@@ -9,8 +9,6 @@
 
 using namespace gc;
 
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
-
 namespace {
 
 constexpr float LARGEST = 448;
@@ -40,29 +38,8 @@ inline void encode_part(const float* x, float top, int count, uint8_t* codes) {
 // Codes of x, (n,), and the scale of each block: its largest magnitude, or 0 if that is below TINY.
 GC_API int64_t gc_fp8_encode(const float* x, int64_t n, const int64_t* table, int64_t m, uint8_t* codes, float* scales,
                              int threads) {
-  const Segments segments(table, m);
-  const bool twice = !all_short(segments);
-  if (twice) gc_segment_absmax(x, table, m, scales, threads);
-  parallel(tiles_of(n), threads, [=, &segments](int64_t first, int64_t last) {
-    int64_t at = segments.holding(first * TILE), known = -1;
-    float top = 0;  // of block `known`
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t start = t * TILE;
-      const int count = (int)(n - start < TILE ? n - start : TILE);
-      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
-        if (s != known) {  // where threads share a block, each finds its largest magnitude
-          const int64_t from = segments.offsets[s];
-          top = twice ? scales[s] : largest(x + from, segments.offsets[s + 1] - from);
-          if (from >= first * TILE) scales[s] = top;
-          known = s;
-        }
-        encode_part(x + start + begin, top, end - begin, codes + start + begin);
-      });
-    }
-  });
-  for (int64_t s = 0; s < m; ++s) {
-    if (scales[s] < TINY || segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
-  }
+  const auto part = [](const float* x, float top, int count, uint8_t* out) { encode_part(x, top, count, out); };
+  encode_blocks(x, n, Segments(table, m), codes, scales, threads, part);
   return 0;
 }
 GC_CALLED(gc_fp8_encode)

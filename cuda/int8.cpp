@@ -9,8 +9,6 @@
 
 using namespace gc;
 
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
-
 namespace {
 
 constexpr int MANY = TILE / STEP;  // blocks in a tile that are too short for loops of their own

@@ -1,4 +1,4 @@
-// Exact selection of the largest elements of segments; of equal ones the first are taken.
+// Exact selection of the largest elements of segments, of equal ones the first; and of those that reach a limit.
 //
 // A long segment is read once: a sample gives a threshold that slightly more than k elements reach, and these
 // candidates are collected. Bisection locates the k-th largest among them: for each new bound it counts the candidates
@@ -663,6 +663,49 @@ void select(const Source& source, const Run* runs, int64_t count, int threads, K
   }
 }
 
+// ---- elements that reach a limit ----------------------------------------------------------------------------------
+
+constexpr uint32_t INFINITE = 0x7f800000u;  // bits; those of NaN are above it, without the sign
+
+struct Counted {
+  int64_t above;  // elements whose keys reach the limit
+  int32_t top;    // the largest key
+};
+
+// Of n elements, read once.
+Counted count_and_top(const uint32_t* raw, int64_t n, int32_t limit) {
+  constexpr int STEP = 64;
+  constexpr int64_t PIECE = 1 << 24;  // elements whose counts fit in 32 bits
+  Counted all{0, 0};
+  for (int64_t start = 0; start < n; start += PIECE) {
+    const int64_t stop = n - start < PIECE ? n : start + PIECE;
+    VecI tops = {}, counts = {};
+    int64_t i = start;
+    GC_ROLLED for (; i + STEP <= stop; i += STEP) {
+      ask_lines<STEP / 16>((const float*)raw + i - TILE, 0);
+      GC_UNROLL
+      for (int k = 0; k < STEP; k += WIDTH) {
+        const VecI key = load_vector<VecI>(raw + i + k) & 0x7fffffff;
+        tops = key > tops ? key : tops;
+        counts -= key >= limit;
+      }
+    }
+    for (int l = 0; l < WIDTH; ++l) {
+      all.above += counts[l];
+      all.top = tops[l] > all.top ? tops[l] : all.top;
+    }
+    for (; i < stop; ++i) {
+      const int32_t key = ByMagnitude::key(raw[i]);
+      all.above += key >= limit;
+      all.top = key > all.top ? key : all.top;
+    }
+  }
+  return all;
+}
+
+// The least key that a limit allows, as zeros are never selected.
+int32_t key_of_limit(float limit) { return limit > 0 ? (int32_t)bits_of(limit) : 1; }
+
 }  // namespace
 
 // The k of largest |x| of each segment: positions, and values unless null. `runs` are (start, rows, length, keep).
@@ -686,3 +729,83 @@ GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step
   return NO_MEMORY;
 }
 GC_CALLED(gc_random_positions)
+
+// The limit of each segment, (m,): `bound`, or the largest magnitude where that is less or NaN. Returns how many elements
+// reach them; zeros do not, and nothing reaches NaN.
+GC_API int64_t gc_limits(const float* x, const int64_t* table, int64_t m, float bound, float* limits, int threads) {
+  const Segments segments(table, m);
+  const uint32_t* raw = (const uint32_t*)x;
+  const int32_t least = key_of_limit(bound);
+  int32_t* tops = (int32_t*)limits;
+  for (int64_t s = 0; s < m; ++s) tops[s] = 0;
+  int64_t total = 0;
+  parallel(segments.tiles[m], threads, [&](int64_t first, int64_t last) {
+    int64_t number = 0;
+    for (int64_t t = first, s = segments.of_tile(first); t < last;) {
+      while (segments.tiles[s + 1] <= t) ++s;
+      const int64_t end = std::min(segments.tiles[s + 1], last);
+      const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE;
+      const int64_t stop = std::min(segments.offsets[s] + (end - segments.tiles[s]) * TILE, segments.offsets[s + 1]);
+      const Counted found = count_and_top(raw + start, stop - start, least);
+      number += found.above;
+#pragma omp critical
+      tops[s] = found.top > tops[s] ? found.top : tops[s];
+      t = end;
+    }
+#pragma omp atomic
+    total += number;
+  });
+  for (int64_t s = 0; s < m; ++s) {
+    const int32_t top = tops[s];
+    const int64_t start = segments.offsets[s], length = segments.offsets[s + 1] - start;
+    if (top > (int32_t)INFINITE) {
+      total -= count_from<ByMagnitude>(raw + start, length, least);
+    } else if (top >= least) {
+      limits[s] = bound;
+    } else if (top > 0) {
+      total += count_from<ByMagnitude>(raw + start, length, top);
+    }
+  }
+  return total;
+}
+GC_CALLED(gc_limits)
+
+// Positions and values of the elements that reach the limit of their segment, as gc_limits counts them.
+GC_API int64_t gc_reaching(const float* x, const int64_t* table, int64_t m, const float* limits, int64_t* positions,
+                           float* values, int threads) try {
+  const Segments segments(table, m);
+  const int64_t tiles = tiles_of(segments.offsets[m]);
+  const uint32_t* raw = (const uint32_t*)x;
+  const int size = worth(tiles, 2 * GRAIN, threads);
+  std::unique_ptr<int64_t[]> counts(new int64_t[size]);
+  together(size, [&](const Team& team) {
+    const int64_t last = tiles * (team.rank + 1) / team.size;
+    const auto each = [&](auto f) {  // f(start, count, key) for parts of segments
+      const int64_t n = segments.offsets[m];
+      int64_t t = tiles * team.rank / team.size, s = segments.holding(t * TILE);
+      for (; t < last; ++t) {
+        const int64_t start = t * TILE;
+        const int count = (int)(n - start < TILE ? n - start : TILE);
+        for_parts(segments, start, count, s, [&](int64_t s, int begin, int end) {
+          if (limits[s] == limits[s]) f(start + begin, end - begin, key_of_limit(limits[s]));
+        });
+      }
+    };
+    int64_t before = 0;
+    if (team.size > 1) {
+      int64_t number = 0;
+      each([&](int64_t start, int count, int32_t key) { number += reach<ByMagnitude>(raw + start, count, key); });
+      counts[team.rank] = number;
+      team.meet();
+      for (int p = 0; p < team.rank; ++p) before += counts[p];
+    }
+    Kept out = Kept{positions, (uint32_t*)values}.from(before);
+    each([&](int64_t start, int count, int32_t key) {
+      emit_reaching<ByMagnitude>(raw + start, count, key, out, [=](uint32_t i) { return start + i; });
+    });
+  });
+  return 0;
+} catch (const std::bad_alloc&) {
+  return NO_MEMORY;
+}
+GC_CALLED(gc_reaching)

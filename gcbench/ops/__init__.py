@@ -29,6 +29,7 @@ from gcbench.ops import (
     statistics,
     ternary,
     transform,
+    u8bit,
 )
 from gcbench.ops.dispatch import NAMES as BACKENDS
 from gcbench.ops.dispatch import Backend, backends, choose, use, using
@@ -60,6 +61,7 @@ __all__ = [
     "statistics",
     "ternary",
     "transform",
+    "u8bit",
     "use",
     "using",
 ]

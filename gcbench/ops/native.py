@@ -81,9 +81,11 @@ ROWS = {
     "rangefloat.unpack": "gc_range_unpack words grids m n groups bits mantissa out threads",
     "selection.gather": "gc_gather x n positions total out threads",
     "selection.largest_elements": "gc_largest_elements x runs #runs positions values threads",
+    "selection.limits": "gc_limits x table m bound limits threads",
     "selection.pack_bitmap": "gc_pack_bitmap positions total n words threads",
     "selection.pack_gaps": "gc_pack_gaps positions total n low codes words threads",
     "selection.random_positions": "gc_random_positions key runs #runs out threads",
+    "selection.reaching": "gc_reaching x table m limits positions values threads",
     "selection.scatter": "gc_scatter values positions total out n threads",
     "selection.scatter_mean": (
         "gc_scatter_mean values positions totals #values count out n threads"
@@ -111,6 +113,8 @@ ROWS = {
     "ternary.merge": "gc_ternary_merge words bits tops #words n width out threads",
     "ternary.scales": "gc_ternary_scales x table m clip at_limit limit scale threads",
     "transform.fold": "gc_spectrum_fold waves factors scale h inverse out threads",
+    "u8bit.decode": "gc_u8bit_decode codes scales n table m values out threads",
+    "u8bit.encode": "gc_u8bit_encode x n table m steps codes scales threads",
 }
 """The C function of each operation, and its arguments by their names in the operation.
 

@@ -52,6 +52,8 @@ HALF_MAX = 65504.0
 """The largest finite number of fp16."""
 RANGE_BITS, RANGE_MANTISSA = 10, 6
 
+FLOAT_MAX = torch.finfo(torch.float32).max
+
 ROUNDING = 2.0**-40
 """A generous bound on the relative rounding error of a sum in float64."""
 
@@ -175,6 +177,52 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
     positions = output(None, torch.int64, total, x.device)
     values = output(None, torch.float32, total, x.device)
     _largest_elements(x.device, x=x, runs=tuple(runs), positions=positions, values=values)
+    return positions, values
+
+
+def _reach(x: Tensor, segments: Segments, limits: Tensor) -> Tensor:
+    """Return whether each element reaches its segment's limit and is not 0, bool, shape (n,)."""
+    size, chosen = x.abs(), x != 0
+    for (which, sizes), (_, marks) in zip(
+        segments.views(size), segments.views(chosen), strict=True
+    ):
+        marks &= sizes >= limits[which].unsqueeze(1)
+    return chosen
+
+
+@operation()
+def _limits(x: Tensor, segments: Segments, bound: float, limits: Tensor) -> int:
+    limits.copy_(statistics.absmax(x, segments).clamp_(max=bound))
+    return int(_reach(x, segments, limits).sum())
+
+
+@operation()
+def _reaching(
+    x: Tensor, segments: Segments, limits: Tensor, positions: Tensor, values: Tensor
+) -> None:
+    positions.copy_(_reach(x, segments, limits).nonzero().squeeze(1))
+    values.copy_(x[positions])
+
+
+def reaching(x: Tensor, segments: Segments, bound: float) -> tuple[Tensor, Tensor]:
+    """Return the positions and the values of the elements of large magnitude.
+
+    These are the elements that are not 0 and whose magnitude is at least min(bound, max |x|) of
+    their segment; none in a segment with NaN.
+
+    `x`: float32, shape (n,); `bound`: at least 0. Positions are int64, increasing, values float32,
+    shape (K,) each.
+
+    Raises:
+        ValueError: `x` is not float32 or its length differs from that of its segments.
+    """
+    x = vector(x, torch.float32, segments.numel)
+    bound = min(bound, FLOAT_MAX)
+    limits = output(None, torch.float32, len(segments), x.device)
+    total = int(_limits(x.device, x=x, segments=segments, bound=bound, limits=limits))
+    positions = output(None, torch.int64, total, x.device)
+    values = output(None, torch.float32, total, x.device)
+    _reaching(x.device, x=x, segments=segments, limits=limits, positions=positions, values=values)
     return positions, values
 
 

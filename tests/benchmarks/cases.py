@@ -37,6 +37,7 @@ LEVELS, BUCKET = 7, 512  # QSGD in 4 bits
 BLOCK = 256  # of int8 and fp8
 ROTATED = 128  # elements that are rotated together
 RATIO = 0.01
+REACHED = 2.5758  # by the magnitudes of 1 % of normal numbers
 RANGE = 10, 6  # bits, and those of the mantissa
 TWICE = 8
 """Bytes per element that are read again where a mean of a whole tensor decides about a residual."""
@@ -101,6 +102,7 @@ SERVED_BY = {
     **{f"dct_{part}": f"dct.{part}" for part in ("forward", "inverse")},
     **{f"lowrank_{part}": f"lowrank.{part}" for part in ("product", "orthonormalize")},
     **{f"fp8_{part}": f"fp8.{part}" for part in ("encode", "decode")},
+    **{f"u8bit_{part}": f"u8bit.{part}" for part in ("encode", "decode")},
     **{f"hadamard_{part}": f"hadamard.{part}" for part in ("rotate", "encode", "decode")},
     "half.decode": "half.mean",
     "natural.decode": "natural.mean",
@@ -497,6 +499,20 @@ def _fp8_decode(g: Gradient) -> Timed:
     return Timed(lambda: ops.fp8.decode(*coded, blocks, "", out=out), nbytes(coded, out))
 
 
+@case("u8bit_encode")
+def _u8bit_encode(g: Gradient) -> Timed:
+    segments = g.segments()
+    out = ops.u8bit.encode(g.x, segments)
+    return Timed(lambda: ops.u8bit.encode(g.x, segments, out=out), nbytes(g.x, g.x, out))
+
+
+@case("u8bit_decode")
+def _u8bit_decode(g: Gradient) -> Timed:
+    segments, out = g.segments(), g.empty(torch.float32, g.n)
+    coded = ops.u8bit.encode(g.x, segments)
+    return Timed(lambda: ops.u8bit.decode(*coded, segments, "", out=out), nbytes(coded, out))
+
+
 def _blockfloat(g: Gradient, kind: str, decode: bool) -> Timed:
     """Prepare encoding or decoding in 4 bits."""
     segments, out = g.segments(BLOCKS[kind]), g.empty(torch.float32, g.n)
@@ -663,6 +679,13 @@ def _selected(g: Gradient) -> tuple[Sequence[ops.selection.KeptRun], Tensor, Ten
 def _largest_elements(g: Gradient) -> Timed:
     runs, positions, values = _selected(g)
     return Timed(lambda: ops.selection.largest_elements(g.x, runs), nbytes(g.x, positions, values))
+
+
+@case("reaching", op="selection.reaching")
+def _reaching(g: Gradient) -> Timed:
+    segments = g.segments()
+    selected = ops.selection.reaching(g.x, segments, REACHED)
+    return Timed(lambda: ops.selection.reaching(g.x, segments, REACHED), nbytes(g.x, g.x, selected))
 
 
 @case("random_positions", op="selection.random_positions")
@@ -841,12 +864,16 @@ EAGER: Mapping[str, Eager] = {
 """The methods' parts that research repositories write in a few lines of torch."""
 
 
+FIELDS: Mapping[str, Mapping[str, Any]] = {"threshold": {"threshold": REACHED}}
+"""Hyper-parameters, where a default is for gradients much smaller than normal numbers."""
+
+
 class Method:
     """A method with what its parts take, as an exchange calls them: outputs exist."""
 
     def __init__(self, name: str, gradient: Gradient) -> None:
         self.name, self.g = name, gradient
-        self.method: Compressor = registry.compressor(name)
+        self.method: Compressor = registry.compressor(name, **FIELDS.get(name, {}))
         self.segments = gradient.segments(self.method.granularity)
         ctx = Context(self.segments, key=KEY)
         shared, (prepared,) = codec.agree(self.method, [gradient.x], ctx)

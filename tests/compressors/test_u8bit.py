@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import gcbench
-from compressors import u8bit
 from gcbench.core import codec
 from gcbench.core.compressor import Context, Payload, Segments
 from gcbench.core.errors import PayloadError
+from gcbench.ops import u8bit
 
 
 def relative_error(x: torch.Tensor, name: str) -> float:

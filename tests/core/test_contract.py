@@ -87,6 +87,8 @@ def test_processes_exchange_the_same_bits(spawned, name, number):
 # ---- golden bytes --------------------------------------------------------------------------------
 
 SMALL, LARGE = ((5, 7), (9,)), ((33, 40), (1025,), (3,))
+CREW = 4
+"""Workers of a record whose draws are correlated among all workers."""
 
 
 def sha(*tensors: torch.Tensor) -> str:
@@ -123,6 +125,14 @@ def record(method: Compressor) -> dict:
         if "twoshot" in method.legal_collectives():
             merged = codec.merge(method, payloads, Context(segments, shared, Key(7, 3, 0, 0, 1)))
             result[f"{size} merged"] = sha(merged.to_bytes())
+        if method.claims.correlated:
+            xs = [inputs.normal(segments.numel, rank) for rank in range(CREW)]
+            shared = calls.agree(method, xs, segments, Key(7, 3, 0))
+            crew = [
+                codec.encode(method, x, Context(segments, shared, Key(7, 3, r), CREW))
+                for r, x in enumerate(xs)
+            ]
+            result[f"{size} payloads of {CREW}"] = sha(*(payload.to_bytes() for payload in crew))
     return result
 
 

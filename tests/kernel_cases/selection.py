@@ -15,6 +15,8 @@ from kernel_cases import KEYS, Call, nonfinite, segmentations, values
 
 WRAPPING = Key(5, 1, 2, 2**34 - 1000)
 """The low word of the counter of whole words wraps within its elements."""
+BOUNDS = (0.0, 1e-50, 1e-42, 0.01, 0.5, 2.5, 1e9, 3e38, 1e39)
+"""Of magnitudes; as a float32 the second is 0, and the last would be infinite."""
 DEVICE = {"device": "cpu"}
 """Where random positions are made, unless a test says another device."""
 
@@ -52,6 +54,8 @@ def cases(n: int) -> Iterator[Call]:
             for (what, x), ratio in product(inputs, ratios):
                 runs = ops.selection.kept_runs(segments, ratio)
                 yield Call("selection.largest_elements", f"{what} {cut} {ratio}", (x, runs))
+        for (what, x), bound in product((*values(n), *nonfinite(n)), BOUNDS):
+            yield Call("selection.reaching", f"{what} {cut} {bound}", (x, segments, bound))
         for ratio in (0.001, 0.01, 0.15, 1.0):
             runs = ops.selection.kept_runs(segments, ratio)
             for key in (*KEYS, WRAPPING):
@@ -86,6 +90,8 @@ def long(n: int) -> Iterator[Call]:
     for what, x in (*values(n), *nonfinite(n), *misleading(n)):
         for selected in runs:
             yield Call("selection.largest_elements", f"{what} {selected}", (x, selected))
+        for bound in (0.5, 3.0, 1e9):
+            yield Call("selection.reaching", f"{what} {bound}", (x, Segments((0, n)), bound))
     for selected in runs:
         yield Call("selection.random_positions", f"{selected}", (WRAPPING, selected), DEVICE)
 

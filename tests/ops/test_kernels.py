@@ -150,6 +150,9 @@ def large(n: int) -> Iterator[Call]:
         coded = ops.int8.encode(x, segments, "nearest", key)
         yield Call("int8.decode", name, (*coded, segments))
         yield Call("int8.mean", name, ([(*coded, 1), (*coded, 2)], segments))
+        for family in (ops.fp8, ops.u8bit):
+            what = family.__name__.rpartition(".")[2]
+            yield Call(f"{what}.decode", name, (*family.encode(x, segments), segments, "x"))
         runs = ops.selection.kept_runs(segments, 0.01)
         places, selected = ops.selection.largest_elements(x, runs)
         yield Call("selection.scatter", name, (selected, places, n))

@@ -1,0 +1,134 @@
+"""Blockwise 8-bit numbers with 128 levels per sign, each block scaled by its largest magnitude."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gcbench.core.compressor import Segments
+from gcbench.core.errors import PayloadError
+from gcbench.ops import statistics
+from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.statistics import TINY, scale_
+
+_CENTERS = [
+    10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(1, 7) for j in range(2**i)
+]
+LEVELS = torch.tensor([0.0, *_CENTERS, 1.0], dtype=torch.float32, device="cpu")
+"""The 128 levels, float32, increasing: 0, 1, and per decade (10^(i-7), 10^(i-6)), i = 1..6, the
+centers of 2^i equal parts."""
+LIMITS = ((LEVELS[1:].double() + LEVELS[:-1]) / 2).float()
+"""The 127 numbers halfway between them."""
+
+
+def _steps() -> Tensor:
+    """Return the table `STEPS`.
+
+    Numbers with equal upper bits have at most two codes, as no two limits have the same upper bits.
+    """
+    uppers = torch.arange(0x3F81, dtype=torch.int32, device="cpu")
+    first = torch.bucketize((uppers << 16).view(torch.float32), LIMITS).int()
+    steps, limits = first << 16, LIMITS.view(torch.int32)
+    steps[limits >> 16] += 0xFFFF - (limits & 0xFFFF)
+    return steps
+
+
+STEPS = _steps()
+"""Codes of the float32 in [0, 1] by their upper 16 bits u and lower 16 bits v, int32:
+(STEPS[u] + v) >> 16."""
+VALUES = torch.cat((-LEVELS.flip(0), LEVELS[1:]))
+"""The values of the codes -127 to 127, float32."""
+
+FAULTS = {
+    1: "a scale must be 0, or finite and at least 2^-100",
+    2: "code -128 is not used",
+    3: "nonzero codes in a block of scale 0",
+}
+
+
+def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+
+
+@operation()
+def _encode(x: Tensor, segments: Segments, steps: Tensor, codes: Tensor, scales: Tensor) -> None:
+    top = statistics.absmax(x, segments)
+    divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
+    shares = x.abs()
+    for which, rows in segments.views(shares):
+        rows /= divisor[which].unsqueeze(1)
+    bits = shares.nan_to_num_(nan=0.0).view(torch.int32)
+    sizes = (steps.index_select(0, bits >> 16) + (bits & 0xFFFF)) >> 16
+    torch.mul(sizes.to(torch.int8), x.sign().to(torch.int8), out=codes)
+    scales.copy_(torch.where(top < TINY, 0.0, top))
+
+
+def encode(
+    x: Tensor, segments: Segments, *, out: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes, int8, shape (n,), and scales, float32, shape (m,).
+
+    Let a be the largest magnitude of a block. The code's magnitude is the index of the level that
+    is nearest to |x| / a, rounded to float32; the lower one at a limit. Its sign is that of x. The
+    scale is a, or 0 if a is below `TINY`. All codes of a block are zeros if its scale is 0 or not
+    finite.
+
+    `x`: float32, shape (n,); `out`: output tensors for both.
+    """
+    n, m = segments.numel, len(segments)
+    x = vector(x, torch.float32, n)
+    slots: Sequence[Tensor | None] = (None, None) if out is None else out
+    codes = output(slots[0], torch.int8, n, x.device)
+    scales = output(slots[1], torch.float32, m, x.device)
+    steps = STEPS.to(x.device)
+    _encode(x.device, x=x, segments=segments, steps=steps, codes=codes, scales=scales)
+    return codes, scales
+
+
+@operation(_fault)
+def _decode(
+    codes: Tensor, scales: Tensor, segments: Segments, values: Tensor, name: str, out: Tensor
+) -> None:
+    arguments = {"name": name}
+    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+        raise _fault(1, arguments)
+    if codes.numel() and int(codes.min()) == -128:
+        raise _fault(2, arguments)
+    torch.index_select(values, 0, codes.int().add_(127), out=out)
+    for which, rows in segments.views(out):
+        zero = scales[which] == 0
+        if zero.any() and rows[zero].any():
+            raise _fault(3, arguments)
+    scale_(out, scales, segments)
+
+
+def decode(
+    codes: Tensor, scales: Tensor, segments: Segments, name: str, *, out: Tensor | None = None
+) -> Tensor:
+    """Return sign(code) * level * scale, float32, shape (n,).
+
+    `codes`: int8, shape (n,); `scales`: float32, shape (m,). `out`: the output tensor, undefined
+    after an error.
+
+    Raises:
+        PayloadError: wrong dtype or shape; a code is -128, a scale is negative, not finite or below
+            `TINY` but not 0, or a block of scale 0 has nonzero codes. The message starts with
+            `name`.
+    """
+    n, m = segments.numel, len(segments)
+    codes = part(codes, torch.int8, n, f"{name}: codes")
+    scales = part(scales, torch.float32, m, f"{name}: scales")
+    out, values = output(out, torch.float32, n, codes.device), VALUES.to(codes.device)
+    _decode(
+        codes.device,
+        codes=codes,
+        scales=scales,
+        segments=segments,
+        values=values,
+        name=name,
+        out=out,
+    )
+    return out
