@@ -414,7 +414,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("files", nargs="*", help="files of compressors/; without any: all")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="such as topk.py; without: all")
     parser.add_argument("--share", type=float, default=1.0, help="share of each file's mutants")
     parser.add_argument("--output", type=Path, default=Path("results/mutants.json"))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after these")
@@ -423,23 +423,29 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(importlib.import_module("compressors").__path__[0])
     paths = [p for p in sorted(folder.glob("*.py")) if p.name != "__init__.py"]
-    paths = [p for p in paths if not options.files or p.name in options.files]
+    names = [path.name for path in paths]
+    if unknown := sorted({*options.files} - {*names}):
+        parser.error(f"no file of compressors: {', '.join(unknown)}; there are {', '.join(names)}")
     stored = json.loads(options.output.read_text()) if options.output.is_file() else {}
     done: dict[str, Any] = stored.get("mutants", {})
     if options.again:
         done = {k: v for k, v in done.items() if v["outcome"] not in ("survived", "undecided")}
     start = time.monotonic()
-    chosen, totals = [], {}
+    chosen, totals, current = [], {}, set()
     for path in paths:
         every = list(mutants_of(path))
         totals[path.name] = len(every)
+        current |= {_digest(mutant) for mutant in every}
+        if options.files and path.name not in options.files:
+            continue
         order = random.Random(path.name).sample(range(len(every)), len(every))
         count = max(LEAST, round(options.share * len(every)))
         chosen += [(rank / len(every), every[i]) for rank, i in enumerate(order[:count])]
     chosen.sort(key=lambda pair: pair[0])  # every file in turn
+    done = {digest: each for digest, each in done.items() if digest in current}
     originals: dict[str, str] = {}
     for _, mutant in chosen:
-        digest = hashlib.sha256(ast.dump(mutant.tree).encode()).hexdigest()[:16]
+        digest = _digest(mutant)
         if digest in done or time.monotonic() - start > options.seconds:
             continue
         began = _cpu_seconds()
@@ -496,6 +502,16 @@ def page(result: Mapping[str, Any]) -> str:
             for name in result["survivors"]
         ]
     return "\n".join([*lines, END])
+
+
+def _digest(mutant: Mutant) -> str:
+    """Return what identifies a mutant: its code without docstrings."""
+    tree = ast.parse(ast.unparse(mutant.tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            docstring = ast.get_docstring(node, clean=False) is not None
+            node.body = node.body[1:] if docstring else node.body
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
 
 
 def _cpu_seconds() -> float:
