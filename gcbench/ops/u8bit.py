@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,11 +30,13 @@ def _steps() -> Tensor:
 
     Numbers with equal upper bits have at most two codes, as no two limits have the same upper bits.
     """
-    uppers = torch.arange(0x3F81, dtype=torch.int32, device="cpu")
-    first = torch.bucketize((uppers << 16).view(torch.float32), LIMITS).int()
-    steps, limits = first << 16, LIMITS.view(torch.int32)
+    # By numpy: torch's search starts threads, and a process forked from this one would wait for
+    # them forever.
+    uppers = np.arange(0x3F81, dtype=np.int32)
+    first = np.searchsorted(LIMITS.numpy(), (uppers << 16).view(np.float32))
+    steps, limits = first.astype(np.int32) << 16, LIMITS.numpy().view(np.int32)
     steps[limits >> 16] += 0xFFFF - (limits & 0xFFFF)
-    return steps
+    return torch.from_numpy(steps)
 
 
 STEPS = _steps()

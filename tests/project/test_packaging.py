@@ -207,3 +207,18 @@ def test_examples_in_docstrings_are_true(name):
 
 def test_some_docstrings_have_examples():
     assert "gcbench" in sources()
+
+
+def test_imports_start_no_threads():
+    """A process that forks afterwards would wait for them: OpenMP's do not survive a fork."""
+    code = (
+        "import os, torch, numpy, pandas, torch._dynamo\n"
+        "torch.set_num_threads(2)\n"
+        "def threads(): return len(os.listdir('/proc/self/task'))\n"
+        "before = threads()\n"
+        "import gcbench.ops, gcbench.cli, gcbench.integrations.ddp\n"
+        "from gcbench.core import registry\n"
+        "for name in registry.compressors(): registry.compressor(name)\n"
+        "print(threads() - before)\n"
+    )
+    assert python("-c", code) == "0\n"
