@@ -202,6 +202,7 @@ POSITIONS = ("int32", "bitmap", "gaps")
 def test_every_kernel_is_timed():
     timed = {case.op for case in CASES.values()}
     alike = {f"selection.{part}_{coding}" for part in ("pack", "unpack") for coding in POSITIONS}
+    alike |= {"selection.limits"}  # a part of ops.selection.reaching
     assert set(native.KERNELS) | set(cuda.KERNELS) <= timed | alike
 
 

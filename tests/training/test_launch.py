@@ -540,14 +540,14 @@ def test_a_killed_worker_is_restarted_and_ends_in_the_same_parameters(tmp_path):
         environment = {"OMP_NUM_THREADS": "1", "path": str(tmp_path), launch.TIMEOUT: "60"}
         return start(*job, module="torch.distributed.run", **environment)
 
-    process = launched_by_torchrun(2, *run_words(parts, "--steps", 60))
+    process = launched_by_torchrun(2, *run_words(parts, "--steps", 400))
     wait_for(lambda: records(parts) >= 10, process)
     os.kill(children(process.pid)["1"], signal.SIGKILL)
     done = end(process)
     assert "resuming from checkpoint" in done.err
     assert "gcbench: worker 0: a collective failed after" in done.err
     assert "because worker 1" in done.err
-    expected = invoke(*run_words(tmp_path / "whole", "--steps", 60)).json
+    expected = invoke(*run_words(tmp_path / "whole", "--steps", 400)).json
     assert done.json["params_sha256"] == expected["params_sha256"]
     assert records(parts) == records(tmp_path / "whole")
 
