@@ -435,18 +435,18 @@ def main() -> None:
     for path in paths:
         every = list(mutants_of(path))
         totals[path.name] = len(every)
-        current |= {_digest(mutant) for mutant in every}
+        current |= {digest(mutant) for mutant in every}
         if options.files and path.name not in options.files:
             continue
         order = random.Random(path.name).sample(range(len(every)), len(every))
         count = max(LEAST, round(options.share * len(every)))
         chosen += [(rank / len(every), every[i]) for rank, i in enumerate(order[:count])]
     chosen.sort(key=lambda pair: pair[0])  # every file in turn
-    done = {digest: each for digest, each in done.items() if digest in current}
+    done = {key: each for key, each in done.items() if key in current}
     originals: dict[str, str] = {}
     for _, mutant in chosen:
-        digest = _digest(mutant)
-        if digest in done or time.monotonic() - start > options.seconds:
+        key = digest(mutant)
+        if key in done or time.monotonic() - start > options.seconds:
             continue
         began = _cpu_seconds()
         if mutant.file not in originals:
@@ -454,7 +454,7 @@ def main() -> None:
                 lambda report: report(broad_search(configured(load(None, mutant.file))))  # noqa: B023
             )[1]
         verdict = isolated(partial(decide, mutant, originals[mutant.file]))
-        done[digest] = {
+        done[key] = {
             "mutant": mutant.name,
             **verdict,
             "by": verdict["by"][:160],
@@ -504,7 +504,7 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, END])
 
 
-def _digest(mutant: Mutant) -> str:
+def digest(mutant: Mutant) -> str:
     """Return what identifies a mutant: its code without docstrings."""
     tree = ast.parse(ast.unparse(mutant.tree))
     for node in ast.walk(tree):

@@ -17,7 +17,7 @@ from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import packing, random, statistics
 from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_
 
 
 class Element(NamedTuple):
@@ -45,7 +45,6 @@ E4M3 = Element(8, 8, tuple(_E4M3))
 ELEMENTS = {element.bits: element for element in (E2M1, E4M3)}
 BLOCK = {"mx": 32, "nv": 16}
 NO_DRAWS = Key(0, 0, 0)
-FLOAT_MAX = torch.finfo(torch.float32).max
 BIAS = 127
 """Of a power of two as a byte: E8M0."""
 FAULTS = {

@@ -17,7 +17,7 @@ from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import hadamard, packing, random, statistics
 from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_
 
 POSITIVE = (
     (0.797884561,),
@@ -37,7 +37,6 @@ POSITIVE = (
 values that are nearest to it (test_eden.py)."""
 MAX_BITS = len(POSITIVE)
 SCALES = ("unbiased", "least")
-FLOAT_MAX = torch.finfo(torch.float32).max
 WORD_BITS = 24
 MASK = (1 << WORD_BITS) - 1
 FAULTS = {

@@ -15,11 +15,10 @@ from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.means import mean_onto
 from gcbench.ops.packing import BLOCK, packed_words
 from gcbench.ops.random import draws_for
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_
 
 NORMS = ("max", "2")
 CODINGS = ("fixed", "omega-dense", "omega-sparse")
-FLOAT_MAX = torch.finfo(torch.float32).max
 
 FAULTS = {
     1: "norms must be finite and not negative",

@@ -14,8 +14,7 @@ from torch import Tensor
 from gcbench.core.compressor import Key
 from gcbench.ops.dispatch import operation, output, vector
 from gcbench.ops.random import normal
-
-LARGEST = torch.finfo(torch.float32).max
+from gcbench.ops.statistics import FLOAT_MAX
 
 
 @operation()
@@ -23,7 +22,7 @@ def _product(left: Tensor, right: Tensor, rank: int, rows: int, columns: int, ou
     total = left[0].unsqueeze(1) * right[0]
     for a, b in zip(left[1:], right[1:], strict=True):
         total = total + a.unsqueeze(1) * b
-    torch.clamp(total, -LARGEST, LARGEST, out=out.view(rows, columns))
+    torch.clamp(total, -FLOAT_MAX, FLOAT_MAX, out=out.view(rows, columns))
 
 
 def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -42,6 +42,7 @@ from gcbench.ops.dispatch import operation, output, vector
 from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
 from gcbench.ops.random import WORD, philox
 from gcbench.ops.rangefloat import Groups, grouped_grids
+from gcbench.ops.statistics import FLOAT_MAX
 
 POSITION_CODINGS = ("int32", "bitmap", "gaps")
 """Codings of positions; "smallest" uses the first of those with equal sizes."""
@@ -51,8 +52,6 @@ VALUE_CODINGS = ("fp32", "fp16", "range")
 HALF_MAX = 65504.0
 """The largest finite number of fp16."""
 RANGE_BITS, RANGE_MANTISSA = 10, 6
-
-FLOAT_MAX = torch.finfo(torch.float32).max
 
 ROUNDING = 2.0**-40
 """A generous bound on the relative rounding error of a sum in float64."""

@@ -46,10 +46,9 @@ from gcbench.ops.selection import (
     pack_positions,
     unpack_positions,
 )
-from gcbench.ops.statistics import TINY
+from gcbench.ops.statistics import FLOAT_MAX, TINY
 from gcbench.ops.transform import padded_length, real_forward, real_inverse
 
-FLOAT_MAX = torch.finfo(torch.float32).max
 PEAK = 2.0**13
 """Segments are scaled to peaks of 1 to 4 times this. They then do not overflow in fp16 (65504), and
 values above 2^-27 of the peak have a relative rounding error of at most 2^-11."""

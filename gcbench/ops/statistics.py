@@ -11,6 +11,7 @@ from gcbench.ops.dispatch import operation, output, vector
 TINY = 2.0**-100
 """Segments with a smaller scale are sent as zeros. It is far below any gradient, and keeps products
 of the codecs out of the denormal range."""
+FLOAT_MAX = torch.finfo(torch.float32).max
 MOMENTS_BLOCK = 256 * TILE
 """Elements to sum at a time, to bound the memory of the float64 intermediates."""
 

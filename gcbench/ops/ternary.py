@@ -17,10 +17,9 @@ from gcbench.ops import packing, statistics
 from gcbench.ops.dispatch import operation, output, part, vector
 from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
 from gcbench.ops.random import draws_for
-from gcbench.ops.statistics import TINY, clamp_, scale_
+from gcbench.ops.statistics import FLOAT_MAX, TINY, clamp_, scale_
 
 BAD_SCALE = "ternary payload: scales must be finite and not negative"
-FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def bits(count: int) -> int:

@@ -5,7 +5,9 @@
     python results/netlab/measure.py methods     # ten methods: methods.json, an hour
     python results/netlab/measure.py accuracy    # accuracy and time: accuracy.json, 5 hours
 
-A rate behind the command limits it to links of that rate: `accuracy 50mbit`.
+Rates behind the command limit it to these links: `accuracy 50mbit`. Two processes may measure
+different rates at once.
+
 Measuring needs Linux, root or unprivileged user namespaces, and an idle machine: the nodes share
 its cores. A measurement that the file already holds is not repeated; remove its key to repeat it.
 `tables.py` prints tables of methods.json and accuracy.json, and draws a picture.
@@ -61,9 +63,10 @@ TASKS = {
     ),
 }
 OPTIMIZER = ("--lr", "0.03", "--momentum", "0.9")
-"""The rate that suite main chose for all of them at this momentum, but `local`, which it lacks."""
+"""On CIFAR-10 the rate that suite main chose for all of them at this momentum, but for `local`,
+which it lacks; on MNIST not tuned."""
 OPTIMIZERS = {("cifar10", "topk"): ("--lr", "0.3", "--momentum", "0")}
-"""What its trials prefer: top-k ends 9 points higher than at momentum .9."""
+"""What single trials of suite main prefer: top-k ends 9 points higher than at momentum .9."""
 TASK = ("--task", "mnist", "--batch", "64", "--eval-every", "0", "--steps")
 
 
@@ -265,6 +268,8 @@ def rows() -> None:
 
 def main(kind: str, *rates: str) -> None:
     """Run one of the commands of the docstring."""
+    if unknown := sorted({*rates} - {*RATES}):
+        sys.exit(f"unknown rates: {', '.join(unknown)}; expected {', '.join(RATES)}")
     if kind == "rows":
         rows()
     else:

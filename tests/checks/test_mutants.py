@@ -85,6 +85,39 @@ def test_the_verdict_on_a_mutant():
     assert done.stdout.split() == ["equivalent", "killed"]
 
 
+def outcome(names: list[str], output: Path) -> subprocess.CompletedProcess[str]:
+    words = ["--share", "0.001", "--seconds", "0", "--output", str(output), *names]
+    return subprocess.run(
+        [sys.executable, "-m", "gcbench.checks.mutants", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_results_of_code_that_has_changed_leave(tmp_path):
+    """And a file that does not exist is refused."""
+    path = tmp_path / "method.py"
+    path.write_text(SOURCE)
+    digests = [mutants.digest(mutant) for mutant in mutants.mutants_of(path)]
+    path.write_text(SOURCE.replace("Text", "Another text"))
+    assert digests == [mutants.digest(mutant) for mutant in mutants.mutants_of(path)]
+    path.write_text(SOURCE.replace("pack", "seal"))
+    assert not {*digests} & {mutants.digest(mutant) for mutant in mutants.mutants_of(path)}
+
+    current = mutants.digest(next(mutants.mutants_of(ROOT / "compressors" / FILE)))
+    each = {"mutant": f"{FILE}:1 x", "outcome": "killed", "by": "x", "cpu_seconds": 1}
+    output = tmp_path / "mutants.json"
+    output.write_text(json.dumps({"mutants": {current: each, "0" * 16: each}, "reasons": {}}))
+    done = outcome([FILE], output)
+    assert done.returncode == 0, done.stderr
+    assert {*json.loads(output.read_text())["mutants"]} == {current}
+    done = outcome(["fp9.py"], output)
+    assert done.returncode == 2
+    assert "fp9.py" in done.stderr
+
+
 def test_the_stored_result_covers_every_file_and_kills_nearly_all():
     result = json.loads(RESULT.read_text())
     scripts = (ROOT / "compressors").glob("*.py")
