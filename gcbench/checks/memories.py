@@ -206,6 +206,28 @@ def _identity(carried: Memory, method: Compressor) -> str:
     return ""
 
 
+def _again(carried: Memory, method: Compressor) -> str:
+    """What was not sent is offered again: the less is sent, the more is offered in the next step.
+
+    It holds whatever the memory keeps: an error, an estimate of the gradient, or a momentum.
+    """
+    if not carried.feedback:
+        return SKIPPED + "`keep` is never called"
+    segments = Segments.of(SHAPES, method.granularity)
+    first, second, share = inputs.values(N, 17), inputs.values(N, 29), torch.arange(N) % 3 == 0
+    joint = {name: inputs.values(N, 31 + i) for i, name in enumerate(carried.joint)}
+    offers = []
+    for part in (0.0, 1.0):
+        ctx = Context(segments, workers=WORKERS, state=carried.state(first), joint=joint)
+        ctx = ctx._replace(key=Key(7, 3, 1))
+        offered = carried.offer(first.clone(), ctx).clone()
+        sent = part * offered * share
+        carried.keep(offered.clone(), sent.clone(), ctx)
+        offers.append(carried.offer(second.clone(), ctx._replace(key=Key(7, 4, 1))).double())
+    factor = float((offers[0] - offers[1]) @ sent.double() / sent.double().square().sum())
+    return "" if factor > 0 else f"of what was not sent {factor:.3g} times as much is offered again"
+
+
 def _large(carried: Memory, method: Compressor) -> str:
     """Long tensors, many tensors, other steps, ranks, workers and scales change nothing."""
     steps = memory_steps.Steps(carried, UpdateRule(), method)
@@ -284,6 +306,7 @@ CHECKS: Mapping[str, Callable[[Memory, Compressor], str]] = {
     "memory: finite": _finite,
     "memory: nothing lost": _telescoping,
     "memory: nothing lost in a step": _identity,
+    "memory: offered again": _again,
     "memory: large inputs": _large,
     "memory: workers apart": _interleaved,
     "memory: learning rate": _rescaled,

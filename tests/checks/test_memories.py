@@ -217,9 +217,33 @@ class Misestimated(Ef21):
         return total
 
 
+class FlippedEstimate(Ef21):
+    """The estimate moves away from what was sent."""
+
+    def keep(self, offered, sent, ctx):
+        ctx.state["estimate"] -= sent
+
+
+class FlippedError(type(memory.of(registry.compressor("onebitadam")))):
+    """The error has the other sign."""
+
+    def keep(self, offered, sent, ctx):
+        torch.sub(sent, offered, out=ctx.state["error"])
+
+
+class Forgetful(type(memory.of(registry.compressor("onebitadam")))):
+    """What was not sent is lost."""
+
+    def keep(self, offered, sent, ctx):
+        ctx.state["error"].zero_()
+
+
 @pytest.mark.parametrize(
     ("cls", "check"),
     [
+        (FlippedEstimate, "memory: offered again"),
+        (FlippedError, "memory: offered again"),
+        (Forgetful, "memory: offered again"),
         (Long, "memory: large inputs"),
         (Flushing, "memory: large inputs"),
         (HighRank, "memory: large inputs"),
