@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from gcbench.core import registry
 from gcbench.core.errors import UsageError, unknown
@@ -100,10 +101,18 @@ def vgg_a() -> Network:
     return Network("vgg-a", "VGG-A", shapes, 2, 7_609_090_048, 32, *kind, inputs="images")
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Skips drawing initial weights. (On the device "meta" torch would import its compiler.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        random = func in (torch.Tensor.normal_, torch.Tensor.uniform_)
+        return args[0] if random else func(*args, **(kwargs or {}))
+
+
 def trained(name: str) -> Network:
     """Return a network of the built-in tasks (`_TRAINED`), with the shapes of its model."""
     title, task, variant, batch, macs = _TRAINED[name]
-    with torch.device("meta"):
+    with _WithoutValues():
         model = registry.task(task, network=variant).model()
     shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
     kind = "convolutional", "images"

@@ -1,4 +1,4 @@
-"""What a run does not import: packages that take as long to import as torch, for nothing."""
+"""Packages that a run and a prediction do not import: they take as long as torch, for nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ TRAIN = """
 import sys, gcbench
 for optimizer in ("sgd", "adam"):
     gcbench.run(task="digits", optimizer=optimizer, steps=2, workers=2, results=sys.argv[1])
+from gcbench.predict import networks
+networks.network("resnet50")
 print(sorted({"torch._dynamo", "sklearn", "sympy", "matplotlib"} & set(sys.modules)))
 """
 
 
-def test_a_run_imports_no_compiler_and_no_scikit_learn(tmp_path):
+def test_no_compiler_and_no_scikit_learn_is_imported(tmp_path):
     words = [sys.executable, "-c", TRAIN, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
