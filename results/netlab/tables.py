@@ -2,6 +2,7 @@
 
     python results/netlab/tables.py methods     # step time of ten methods, and the model's error
     python results/netlab/tables.py accuracy    # time until a target accuracy
+    python results/netlab/tables.py readme      # what README says of it
     python results/netlab/tables.py picture     # accuracy against time: accuracy.png
 
 Accuracy against time on a network: Wang et al. 2020 (FFT), figure 14, with a cluster's network.
@@ -25,6 +26,8 @@ from gcbench.studies import methods
 HERE = Path(__file__).parent
 SHARE = 0.99
 """The target of a task, as a share of the last accuracy of fp32 on the fastest link."""
+SHOWN = {"mnist": 12, "cifar10": 24}
+"""Percentage points below a task's target that the picture shows."""
 NAMES = {"fp32": "fp32 (DDP)", "none": "fp32, exact mean", "local": "fp32 every 8 steps"}
 
 Record = Mapping[str, Any]
@@ -159,13 +162,35 @@ def of_accuracy() -> str:
     return markdown(heading, rows())
 
 
+def readme() -> str:
+    """Return README's sentences: the times on CIFAR-10, on the slowest and on the fastest link."""
+    records = {key: one for key, one in read("accuracy").items() if key.startswith("cifar10 ")}
+    goal = target(records, "cifar10")
+    sentences = []
+    for link in ("50mbit", "1gbit"):
+        took = {
+            name(key.split()[1]): seconds_to(one, goal)
+            for key, one in records.items()
+            if key.endswith(f" {link}")
+        }
+        ordered = sorted((seconds, method) for method, seconds in took.items() if seconds)
+        times = ", ".join(f"{method} {seconds:,.0f}" for seconds, method in ordered)
+        never = ", ".join(method for method, seconds in took.items() if not seconds)
+        missed = f"; not within the steps: {never}" if never else ""
+        sentences.append(f"* {rate(link)}: {times}{missed}.")
+    head = f"Seconds of training until {100 * goal:.1f} %, 99 % of fp32's accuracy, on CIFAR-10:"
+    return "\n".join([head, "", *sentences])
+
+
 def picture() -> str:
     """Draw accuracy against seconds, a row of panels per task and a column per link."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     records = read("accuracy")
     tasks = list(dict.fromkeys(key.split()[0] for key in records))
     links = list(dict.fromkeys(key.split()[2] for key in records))[::-1]
     looks = figures.styles(dict.fromkeys(name(key.split()[1]) for key in records))
-    with figures.canvas(4.6 * len(links), 3.8 * len(tasks)) as figure:
+    with figures.canvas(4.6 * len(links), 3.6 * len(tasks) + 0.6) as figure:
         grid = figure.subplots(len(tasks), len(links), sharey="row", squeeze=False)
         for key, record in records.items():
             task, method, link = key.split()
@@ -182,12 +207,18 @@ def picture() -> str:
             for axes, link in zip(row, links, strict=True):
                 axes.axhline(goal, color="0.6", lw=0.9, ls=":")
                 axes.set_xscale("log")
+                axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.xaxis.set_minor_formatter(NullFormatter())
                 axes.set_title(f"{task}, {rate(link)}", fontsize="medium")
-                axes.set_ylim(goal - 20, goal + 4)
+                axes.set_ylim(goal - SHOWN[task], goal + SHOWN[task] / 6)
             row[0].set_ylabel("test accuracy (%)")
         for axes in grid[-1]:
             axes.set_xlabel("training time (s)")
-        grid[0][-1].legend(frameon=False, fontsize="small", loc="lower right")
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize="small"
+        )
         path = HERE / "accuracy.png"
         figures.save(figure, path)
     return str(path)
@@ -195,7 +226,8 @@ def picture() -> str:
 
 def main(kind: str) -> None:
     """Print what one of the commands of the docstring makes."""
-    print({"methods": of_methods, "accuracy": of_accuracy, "picture": picture}[kind]())
+    commands = {"methods": of_methods, "accuracy": of_accuracy, "readme": readme}
+    print({**commands, "picture": picture}[kind]())
 
 
 if __name__ == "__main__":
