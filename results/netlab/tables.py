@@ -212,6 +212,9 @@ def picture() -> str:
                 axes.xaxis.set_minor_formatter(NullFormatter())
                 axes.set_title(f"{task}, {rate(link)}", fontsize="medium")
                 axes.set_ylim(goal - SHOWN[task], goal + SHOWN[task] / 6)
+                if not axes.get_legend_handles_labels()[0]:
+                    axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+                    axes.set_xticks([])
             row[0].set_ylabel("test accuracy (%)")
         for axes in grid[-1]:
             axes.set_xlabel("training time (s)")
