@@ -712,7 +712,9 @@ class _Module(_Collective):
             self.hook._reduced.add(self.name)
             taken = self._agree("reduce-scatter", level, gradients)
             output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
-            if taken is not None:
+            if taken is None:
+                level.begin(self.step, self.hook._rates)  # a stage may begin at a skipped step
+            else:
                 count = level.world.size if op == dist.ReduceOp.SUM else 1
 
                 def shard(number: int, x: Tensor) -> Tensor:
@@ -744,6 +746,7 @@ class _Module(_Collective):
                 taken = self._agree("exchange between replicas", level, gradients)
             if taken is None:
                 row.fill_(torch.nan)
+                level.begin(self.step, self.hook._rates)
             else:
 
                 def mean(number: int, x: Tensor) -> Tensor:
