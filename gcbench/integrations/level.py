@@ -80,9 +80,11 @@ class Level:
         """Elements of all lanes."""
         return sum(lane[-1].stop for lane in self.parts if lane)
 
-    def rates(self, rates: Rates) -> list[list[float | None]]:
-        """Return the learning rates of the parts of each lane."""
-        each = iter(rates.of([name for names in self.names for name in names]))
+    def rates(
+        self, rates: Rates, stepped: torch.optim.Optimizer | None = None
+    ) -> list[list[float | None]]:
+        """Return the learning rates of the parts of each lane; `stepped`: as for `Rates.of`."""
+        each = iter(rates.of([name for names in self.names for name in names], stepped))
         return [[next(each) for _ in names] for names in self.names]
 
     def begin(self, step: int, rates: Rates) -> bool:
