@@ -350,8 +350,6 @@ class Exchange:
         """Per lane, the ranges whose residuals may follow different learning rates."""
         self.rates: list[list[float | None]] = []
         """The last positive learning rate of each part; None before the first."""
-        self.scale: float | None = None
-        """The loss scale of the residuals; None: the loss was not scaled."""
         self.owns_shards = owns_shards
         self.owned: list[bool] = []
         """Per lane, whether owners keep a residual at this or an earlier stage."""
@@ -436,27 +434,20 @@ class Exchange:
         self.parts = list(parts)
         self.rates = [[None] * len(lane) for lane in parts]
 
-    def follow(
-        self, lr: float | Sequence[Sequence[float | None]], scale: float | None = None
-    ) -> None:
+    def follow(self, lr: float | Sequence[Sequence[float | None]]) -> None:
         """Rescale the residuals to the learning rate that the next means will be applied with.
 
         The factor is the last positive rate over the next positive rate, so a rate of 0 and the
         first rate change nothing. `lr`: one rate, or one per part of each lane, where None leaves
-        the part unchanged. `scale`: the loss scale of the gradients; residuals are multiplied by
-        its change.
+        the part unchanged.
 
         Raises:
             UsageError: a rate is negative or not finite.
         """
         rates = self._rates(lr)
-        grown = 1.0
-        if scale is not None:
-            grown = scale / (self.scale or scale)
-            self.scale = scale
         for number, lane in enumerate(rates):
             factors = [
-                grown * (old / new if old and new else 1.0)
+                old / new if old and new else 1.0
                 for old, new in zip(self.rates[number], lane, strict=True)
             ]
             self._rescale(number, factors)
@@ -544,7 +535,6 @@ class Exchange:
                 "world_size": self.world.size,
                 "places": [[lane.start, lane.segments.numel] for lane in self.lanes],
                 "rates": [list(lane) for lane in self.rates],
-                "scale": self.scale,
                 "begun": ["state" in state for state in self.joint],
                 "traffic": list(astuple(traffic)),
                 "agreement": list(astuple(self.agreement)),
@@ -579,8 +569,6 @@ class Exchange:
                 sealed.sequence("rates", sealed.entry(saved, "rates"), len(self.rates))
             )
         ]
-        scale = sealed.entry(saved, "scale")
-        scale = None if scale is None else sealed.number("scale", scale, positive=True)
         counts = {
             name: Traffic(
                 *(
@@ -592,7 +580,7 @@ class Exchange:
         }
         memory, joint = self._checked_buffers(saved, worker)
         sealed.check_seal(saved)
-        self.rates, self.scale = rates, scale
+        self.rates = rates
         self.world.traffic[worker], self.agreement = counts["traffic"], counts["agreement"]
         for mine, restored in ((self.workers[worker], memory), (self.joint, joint)):
             for state, new in zip(mine, restored, strict=True):

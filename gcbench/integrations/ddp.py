@@ -146,7 +146,8 @@ def comm_hook(
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. You may pass it to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
-        scaler: the torch.amp.GradScaler that scales the loss: residuals follow its scale.
+        scaler: the torch.amp.GradScaler that scales the loss. The exchange divides gradients by
+            its scale and multiplies their mean by it, so that training is the same as without one.
         on_nonfinite: what to do if a rank's gradient is not finite. "stop": every rank raises
             DivergedError, which names that rank and the tensor. "skip": no rank exchanges anything
             at this step, residuals do not change, and every rank gets NaN for all gradients, so
@@ -209,7 +210,7 @@ class CommHook(Hook):
     """One model's compressed exchange, created by `comm_hook`."""
 
     CALL = "gcbench.comm_hook"
-    FORMAT = 2
+    FORMAT = 3
     RESIZE = 'on_resize="redistribute"'
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
@@ -732,6 +733,7 @@ class CommHook(Hook):
         idle = self._unused(tensors) if self._partial else []
         if len(idle) == len(tensors):
             return  # zeros, and DDP drops them
+        level.unscale(gradient)
         if self._looks:
             self._look(level, number, gradient, [placed.name for placed in idle])
         with plans.set_aside(level.exchange, self._plan, idle):
@@ -741,11 +743,12 @@ class CommHook(Hook):
                 plain = self._plain_mean(number, gradient)
             mean = level.exchange.lane_mean(number, [gradient], self._step)
         gradient.copy_(mean)
-        self._check_means(number, tensors)
         if plain is not None:
             sent = world.traffic[0].payload_up - before.payload_up
             bits = 8 * sent / gradient.numel() if gradient.numel() else 0.0
             self._compare([placed for placed in tensors if placed not in idle], plain, bits)
+        level.rescale(gradient)
+        self._check_means(number, tensors)
 
     def _check_means(self, number: int, tensors: Sequence[Placed]) -> None:
         """Record the first mean that its parameter's dtype cannot represent."""

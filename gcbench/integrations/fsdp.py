@@ -130,7 +130,8 @@ def shard_hook(
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. You may pass it to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
-        scaler: the torch.amp.GradScaler that scales the loss: residuals follow its scale.
+        scaler: the torch.amp.GradScaler that scales the loss. The exchange divides gradients by
+            its scale and multiplies their mean by it, so that training is the same as without one.
         on_nonfinite: what to do if a rank's gradient is not finite. "stop": every rank raises
             DivergedError, which names that rank and the parameter. "skip": residuals return to
             their values before this backward pass, and the gradients of this module and the
@@ -277,7 +278,7 @@ class ShardHook(Hook):
     """One FSDP2 model's compressed reduce-scatters, created by `shard_hook`."""
 
     CALL = "gcbench.shard_hook"
-    FORMAT = 3
+    FORMAT = 4
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)
@@ -711,7 +712,9 @@ class _Module(_Collective):
             self.hook._reduced.add(self.name)
             taken = self._agree("reduce-scatter", level, gradients)
             output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
-            if taken is not None:
+            if taken is None:
+                level.begin(self.step, self.hook._rates)  # a stage may begin at a skipped step
+            else:
                 count = level.world.size if op == dist.ReduceOp.SUM else 1
 
                 def shard(number: int, x: Tensor) -> Tensor:
@@ -743,6 +746,7 @@ class _Module(_Collective):
                 taken = self._agree("exchange between replicas", level, gradients)
             if taken is None:
                 row.fill_(torch.nan)
+                level.begin(self.step, self.hook._rates)
             else:
 
                 def mean(number: int, x: Tensor) -> Tensor:
@@ -838,13 +842,14 @@ class _Module(_Collective):
         `mean`: exchanges a lane by its number, and returns the mean of this rank's chunks.
         """
         hook, layout, exchange = self.hook, self.layout, level.exchange
+        looks, self.misfit = level.begin(self.step, hook._rates), None
         if hook.settings.on_nonfinite == "skip":
             hook._undo.append(level.undo())
-        looks, self.misfit = level.begin(self.step, hook._rates), None
         for number, (lane, x) in enumerate(zip(layout.lanes(), gradients, strict=True)):
+            level.unscale(x)
             if looks:
                 hook._look(level, number, x)
-            shard = mean(number, x)
+            shard = level.rescale(mean(number, x))
             layout.give(lane, shard, row, self.rank)
             means = layout.pieces(lane, shard, self.rank)
             dtypes = {p.name: [*{row.dtype, self.dtypes[p.name]}] for p in lane}

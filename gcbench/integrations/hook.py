@@ -361,14 +361,14 @@ class Hook:
         self._rates.assigned = checked_rate(rate)
 
     def _follow_steps(self, parameters: Mapping[str, Tensor]) -> None:
-        """Read the rates of these parameters, and at each step the rate that was applied."""
+        """Read the rates of these parameters, and after each optimizer's step those it applied."""
         reference = weakref.ref(self)
 
-        def stepped() -> None:
+        def stepped(optimizer: torch.optim.Optimizer) -> None:
             hook = reference()
             if hook is not None and not hook._closed and hook._failed is None:
                 for level in hook._levels():
-                    level.exchange.assume(level.rates(hook._rates))
+                    level.exchange.assume(level.rates(hook._rates, optimizer))
 
         self._rates.bind(parameters, stepped)
 

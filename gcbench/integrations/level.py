@@ -1,4 +1,10 @@
-"""One exchange of a hook: its group of ranks, its stages, the rates it follows, its residuals."""
+"""One exchange of a hook: its group of ranks, its stages, the rates it follows, its residuals.
+
+A GradScaler multiplies the loss and thus all gradients. The hooks divide by that scale before an
+exchange and multiply the result by it. So methods, memories and update rules see the gradient
+itself, whose unit does not change from step to step, and a direction without a unit (a vote, an
+update rule) remains as large as it is when the scaler divides by the scale.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +58,8 @@ class Level:
             for lane in parts
         ]
         self.watch = Watch()
+        self.scale = 1.0
+        """The loss scale of the gradients of the current step."""
         self.exchange = self.make(0)
 
     def make(self, step: int) -> Exchange:
@@ -72,24 +80,38 @@ class Level:
         """Elements of all lanes."""
         return sum(lane[-1].stop for lane in self.parts if lane)
 
-    def rates(self, rates: Rates) -> list[list[float | None]]:
-        """Return the learning rates of the parts of each lane."""
-        each = iter(rates.of([name for names in self.names for name in names]))
+    def rates(
+        self, rates: Rates, stepped: torch.optim.Optimizer | None = None
+    ) -> list[list[float | None]]:
+        """Return the learning rates of the parts of each lane; `stepped`: as for `Rates.of`."""
+        each = iter(rates.of([name for names in self.names for name in names], stepped))
         return [[next(each) for _ in names] for names in self.names]
 
     def begin(self, step: int, rates: Rates) -> bool:
-        """Begin a step: its stage, rates and loss scale; return whether to look at residuals."""
+        """Begin a step: its stage, rates and loss scale; return whether to look at residuals.
+
+        From then on all buffers are consistent with the recorded rates, also if `undo` restores
+        them.
+        """
         switches = any(lane.rule.switches(step) for lane in self.exchange.lanes)
         if step and (switches or step in self.stages):
             self.exchange.change(self.lanes(step))
-        current, scale = self.rates(rates), rates.scale
-        self.exchange.follow(current, scale)
+        current, self.scale = self.rates(rates), rates.scale or 1.0
+        self.exchange.follow(current)
         by_name = {
             name: rate
             for lane in zip(self.names, current, strict=True)
             for name, rate in zip(*lane, strict=True)
         }
-        return self.watch.due(step, by_name, scale)
+        return self.watch.due(step, by_name)
+
+    def unscale(self, gradient: Tensor) -> Tensor:
+        """Divide gradients by the loss scale, in place, and return them."""
+        return gradient if self.scale == 1 else gradient.div_(self.scale)
+
+    def rescale(self, mean: Tensor) -> Tensor:
+        """Multiply means by the loss scale, in place, and return them."""
+        return mean if self.scale == 1 else mean.mul_(self.scale)
 
     def look(self, number: int, gradient: Tensor, skip: Collection[str] = ()) -> None:
         """Warn if a residual of a lane is far larger than the gradient that it will be added to.

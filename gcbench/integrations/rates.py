@@ -58,8 +58,12 @@ class Rates:
         source = "optimizer" if self.optimizers else "hook.lr"
         return source + (" and scaler" if self.scaler is not None else "")
 
-    def bind(self, parameters: Mapping[str, Tensor], stepped: Callable[[], None]) -> None:
-        """Read the rates of these parameters; call `stepped` after each step of an optimizer.
+    def bind(
+        self,
+        parameters: Mapping[str, Tensor],
+        stepped: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Read the rates of these parameters; call `stepped` with an optimizer after its steps.
 
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
@@ -73,11 +77,15 @@ class Rates:
                 "model.parameters() after the model is wrapped or sharded, and pass that one"
             )
         for optimizer in self.optimizers:
-            handle = optimizer.register_step_post_hook(lambda *_: stepped())
+            handle = optimizer.register_step_post_hook(lambda one, *_: stepped(one))
             self._handles.append(handle)
 
-    def of(self, names: Sequence[str]) -> list[float | None]:
+    def of(
+        self, names: Sequence[str], stepped: torch.optim.Optimizer | None = None
+    ) -> list[float | None]:
         """Return the rate of each parameter, by name; None for one that no optimizer has.
+
+        `stepped`: look only in this optimizer; None: in all of them.
 
         Raises:
             UsageError: a group lacks a rate, or has one that is negative or not finite.
@@ -85,7 +93,7 @@ class Rates:
         if not self.optimizers:
             return [self.assigned] * len(names)
         rates: dict[int, float] = {}
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if stepped is None else [stepped]:
             for group in optimizer.param_groups:
                 if "lr" not in group:
                     raise UsageError(

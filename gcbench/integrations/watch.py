@@ -10,7 +10,7 @@ LARGE = 10.0
 EVERY = 10
 """Steps between checks of the residuals; they are also checked when a rate fell."""
 FELL = 1.5
-"""A rate, or the loss scale, fell if it was this many times as high at the last check."""
+"""A rate fell if it was this many times as high at the last check."""
 GROWN = 2.0
 """After the rate fell, a large residual triggers a warning if it grew by more than this factor."""
 
@@ -30,13 +30,11 @@ class Watch:
         self._calm: dict[str, float] = {}
         """Each parameter's largest multiple at a steady rate."""
 
-    def due(self, step: int, rates: Mapping[str, float | None], scale: float | None) -> bool:
+    def due(self, step: int, rates: Mapping[str, float | None]) -> bool:
         """Return whether to check residuals in this step; `rates`: by parameter."""
         if self.warned:
             return False
-        self._now = {
-            name: (1.0 if rate is None else rate) / (scale or 1.0) for name, rate in rates.items()
-        }
+        self._now = {name: 1.0 if rate is None else rate for name, rate in rates.items()}
         return step % EVERY == 0 or any(self._fell(name) for name in self._now)
 
     def _fell(self, name: str) -> bool:

@@ -454,22 +454,22 @@ def carrying(simulated, clock):
     created = Exchange(simulated(2), [lane], 0, clock)
     created.divide([[slice(0, 1500), slice(1500, 2048)]])
     for step in range(2):
-        created.follow([[1.0, 1.0]], 4.0)
+        created.follow([[1.0, 1.0]])
         created.mean([torch.randn(2048) for _ in range(2)], step, 1.0)
     return created
 
 
-def test_each_part_follows_its_own_rate_and_the_scale(simulated, clock):
-    """Rates 1 -> 0.5 and 0.25, None and 0 as they are; the scale 4 -> 8 doubles everything."""
+def test_each_part_follows_its_own_rate(simulated, clock):
+    """Rates 1 -> 0.5 and 0.25; None and 0 change nothing."""
     created = carrying(simulated, clock)
-    for rates, scale, factors in (
-        ([[0.5, 0.25]], 4.0, (2.0, 4.0)),
-        ([[None, 0.0]], 8.0, (2.0, 2.0)),
-        ([[0.5, 0.5]], None, (1.0, 0.5)),
+    for rates, factors in (
+        ([[0.5, 0.25]], (2.0, 4.0)),
+        ([[None, 0.0]], (1.0, 1.0)),
+        ([[0.5, 0.5]], (1.0, 0.5)),
     ):
         whole = torch.cat([torch.full((1500,), factors[0]), torch.full((548,), factors[1])])
         before = [{k: v.clone() for k, v in local[0].items()} for local in created.workers]
-        created.follow(rates, scale)
+        created.follow(rates)
         for rank, (old, local) in enumerate(zip(before, created.workers, strict=True)):
             assert torch.equal(local[0]["residual"], old["residual"] * whole)
             shard = whole[1024 * rank : 1024 * (rank + 1)]
@@ -484,7 +484,6 @@ WRONG_STATES = {
     "world size": lambda state: {**state, "world_size": 3},
     "place": lambda state: {**state, "places": [[0, 2049]]},
     "rate": lambda state: {**state, "rates": [[1.0, float("nan")]]},
-    "scale": lambda state: {**state, "scale": 0.0},
     "traffic": lambda state: {**state, "traffic": [1.0, 2.0]},
     "name": lambda state: {**state, "tensors": {**state["tensors"], "memory 7 residual": 0}},
     "other": lambda state: {**state, "tensors": {**state["tensors"], "memory 0 x": torch.ones(1)}},

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -972,15 +973,11 @@ def nonfinite(rank: int, size: int) -> dict[str, Any]:
     result["scales"] = [each["scales"] for each in (plain, none, ours)]
     result["finite"] = [each["finite"] for each in (plain, none, ours)]
     result["none"] = float((plain["end"] - none["end"]).abs().max())
-    result["skipped, untouched"] = times(ours["kept"][4][1], ours["kept"][3][1], 1.0) or times(
-        ours["kept"][4][1], ours["kept"][3][1], 2.0
-    )
-    # seen has no entry for the skipped step 4: the residuals of step 3, at half the scale there.
-    follows = []
-    factors = {1: 1.0, 2: 2.0, 3: 1.0}
-    for step, factor in factors.items():
-        follows.append(times(ours["seen"][step], ours["kept"][step - 1][1], factor))
-    result["follows"] = follows
+    result["skipped, untouched"] = times(ours["kept"][4][1], ours["kept"][3][1], 1.0)
+    # seen has no entry for the skipped step 4.
+    result["unscaled"] = [
+        times(ours["seen"][step], ours["kept"][step - 1][1], 1.0) for step in (1, 2, 3)
+    ]
     hook.close()
 
     half = nn.Linear(300, 300, bias=False).half()
@@ -990,6 +987,71 @@ def nonfinite(rank: int, size: int) -> dict[str, Any]:
     result["overflow"] = refused(ddp(x).sum().backward)
     result["overflow, forward"] = refused(lambda: ddp(x))
     hook.close()
+    return result
+
+
+def by_scale() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return arguments of hooks: methods that apply no mean or have a limit, and every memory."""
+    result: dict[str, tuple[str, dict[str, Any]]] = {"threshold": ("threshold", {})}
+    for name in registry.compressors():
+        method = gcbench.get_compressor(name)
+        if method.claims.aggregate != "mean" or not method.rule.plain:
+            result[name] = name, {"start_step": 2 if method.rule.needs_warm_up else 0}
+    for name in registry.memories():
+        options = {"memory": name, "collective": "twoshot"}
+        result[f"topk, {name}"] = "topk", options | {"ratio": 0.1}
+    options = {"memory": "dgc", "memory_options": {"clip": 0.1}, "ratio": 0.1}
+    result["topk, clipped"] = "topk", options
+    return result
+
+
+def with_scales(rank: int, name: str, options: dict[str, Any], scales: list[float]) -> Tensor:
+    """Train with these loss scales, 0 for no scaler; return the parameters.
+
+    Where a scaler is added or removed, a new hook resumes from the state of the previous one.
+    """
+    net, hook, state = model(), None, None
+    for step, scale in enumerate(scales):
+        if step == 0 or bool(scale) != bool(scales[step - 1]):
+            if hook is not None:
+                state = hook.state_dict()
+                hook.close()
+            ddp = wrapped(net)
+            current = SimpleNamespace()
+            scaler = SimpleNamespace(get_scale=lambda current=current: current.scale)
+            hook = comm_hook(name, **options, dense_below=50, scaler=scaler if scale else None)
+            if state is not None:
+                hook.load_state_dict(state)
+            if hook.settings.compressor.rule.plain:
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+                hook.register(ddp, optimizer=optimizer)
+            else:
+                hook.register(ddp)
+                optimizer = hook.optimizer(net.parameters(), lr=1e-3)
+        current.scale = scale
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        (cross_entropy(ddp(x), y) * (scale or 1.0)).backward()
+        for parameter in net.parameters():
+            parameter.grad /= scale or 1.0
+        optimizer.step()
+    hook.close()
+    return flat(net)
+
+
+@job
+def loss_scales(rank: int, size: int) -> dict[str, Any]:
+    """A loss scale that changes, appears or disappears, against training without one."""
+    result: dict[str, Any] = {}
+    for kind, (name, options) in by_scale().items():
+        plain = with_scales(rank, name, options, [0] * 6)
+        changing = with_scales(rank, name, options, [2.0**k for k in (10, 10, 11, 9, 9, 16)])
+        partial = with_scales(rank, name, options, [2.0**10, 2.0**11, 0, 0, 2.0**16, 2.0**15])
+        result[kind] = {
+            "moved": float((plain - flat(model())).abs().max()),
+            "changes": torch.equal(plain, changing),
+            "disappears and appears": torch.equal(plain, partial),
+        }
     return result
 
 

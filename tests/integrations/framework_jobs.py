@@ -140,9 +140,10 @@ def by_hand(
             with contextlib.nullcontext() if last else model.no_sync():
                 (cross_entropy(model(x), y) / accumulate).backward()
             if last:
-                for optimizer, schedule in pairs:
+                for optimizer, _ in pairs:
                     optimizer.step()
                     optimizer.zero_grad()
+                for _, schedule in pairs:  # the reference does not depend on their order
                     schedule.step()
     result: dict[str, Any] = {"end": end(model.module)}
     if hook is not None:

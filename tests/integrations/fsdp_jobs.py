@@ -10,6 +10,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -845,6 +846,96 @@ def silent(rank: int, size: int) -> dict[str, Any]:
     whole = 4 * sum(p.numel() for p in model().parameters())
     result["bytes"] = up(hook) / whole / STEPS
     return result
+
+
+def with_scales(
+    rank: int, scales: list[float], mesh: Any = None, replicas: Any = None, **options: Any
+) -> Tensor:
+    """Train with these loss scales, 0 for no scaler; return the parameters."""
+    net = sharded(mesh=mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    current = SimpleNamespace()
+    scaler = SimpleNamespace(get_scale=lambda: current.scale)
+    hook = gcbench.shard_hook(**options, **DENSE, scaler=scaler if scales[0] else None)
+    hook.register(net, replicas=replicas, optimizer=optimizer)
+    for step, scale in enumerate(scales):
+        current.scale = scale
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        (cross_entropy(net(x), y) * (scale or 1.0)).backward()
+        for parameter in net.parameters():
+            parameter.grad /= scale or 1.0
+        optimizer.step()
+    return ended(net)
+
+
+SCALES = [2.0**k for k in (10, 10, 11, 9, 9, 16)]
+
+
+@job
+def loss_scales(rank: int, size: int) -> dict[str, Any]:
+    """A loss scale that changes, against training without a scaler."""
+    result: dict[str, Any] = {}
+    clipped = {"memory": "dgc", "memory_options": {"clip": 0.1}, "ratio": 0.1}
+    for name, options in (
+        *(("onebit", {}), ("signsgd", {}), ("threshold", {})),
+        *(("topk", {"memory": "momentum"}), ("topk", clipped)),
+    ):
+        plain, scaled = (
+            with_scales(rank, scales, compressor=name, **options)
+            for scales in ([0] * len(SCALES), SCALES)
+        )
+        result[f"{name} {options}"] = torch.equal(plain, scaled)
+    return {"equal": result}
+
+
+@job
+def two_levels_scales(rank: int, size: int) -> dict[str, Any]:
+    """The same with a memory of estimates between replicas."""
+    shards, replicas = grid(size)
+    options = {"compressor": "int8", "between": "topk", "between_memory": "ef21"}
+    plain, scaled = (
+        with_scales(rank, scales, shards, replicas, **options)
+        for scales in ([0] * len(SCALES), SCALES)
+    )
+    return {"equal": {"ef21": torch.equal(plain, scaled)}}
+
+
+@job
+def skipped_rates(rank: int, size: int) -> dict[str, Any]:
+    """The learning rate and a field change at a step that is skipped: residuals follow the rate."""
+    net = sharded()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    hook = gcbench.shard_hook("topk", ratio="0:0.5/2:0.25", on_nonfinite="skip")
+    hook.register(net, optimizer=optimizer)
+
+    def updates() -> list[Tensor]:
+        """Return the update that each residual stands for, by module, for one rate per module."""
+        exchanges = [level.exchange for module in hook._modules for level in module.levels]
+        return [each.workers[0][0]["residual"] * each.lr for each in exchanges]
+
+    def backward(step: int) -> None:
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        cross_entropy(net(x), y).backward()
+
+    for step in range(2):
+        backward(step)
+        optimizer.step()
+    before, bytes_before = updates(), up(hook)
+    optimizer.param_groups[0]["lr"] = 0.125
+    handle = net.conv.register_forward_hook(late_nan)  # the root, whose backward ends last
+    backward(2)
+    handle.remove()
+    return {
+        "skipped": hook.skipped,
+        "exchanges": [
+            [each.exchange.lr, each.exchange.lanes[0].compressor.ratio] for each in hook._levels()
+        ],
+        "more bytes": up(hook) - bytes_before,
+        "equal": same(before, updates()),
+        "not zero": all(bool(each.any()) for each in before),
+    }
 
 
 @job

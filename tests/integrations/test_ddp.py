@@ -432,7 +432,16 @@ def test_a_non_finite_gradient_stops_all_ranks_at_once_or_is_skipped_on_all():
         assert result["counted"] == [3, 1]
 
 
-def test_a_grad_scaler_skips_as_in_plain_ddp_and_residuals_follow_its_scale():
+@pytest.mark.parametrize("kind", ddp_jobs.by_scale())
+def test_a_loss_scale_changes_nothing(kind):
+    """Powers of two: bit for bit the parameters of a job without a scaler, also after a resume."""
+    for result in of("loss_scales"):
+        assert result[kind]["moved"] > 1e-3
+        assert result[kind]["changes"]
+        assert result[kind]["disappears and appears"]
+
+
+def test_a_grad_scaler_skips_as_in_plain_ddp_and_residuals_are_without_its_scale():
     for result in of("nonfinite"):
         plain, none, ours = result["scales"]
         assert plain == none == ours
@@ -440,7 +449,7 @@ def test_a_grad_scaler_skips_as_in_plain_ddp_and_residuals_follow_its_scale():
         assert result["finite"] == [True] * 3
         assert result["none"] == 0
         assert result["skipped, untouched"]
-        assert all(result["follows"])
+        assert all(result["unscaled"])
 
 
 def test_a_mean_that_overflows_float16_is_an_error_on_every_rank():

@@ -270,6 +270,22 @@ def test_a_non_finite_gradient_is_skipped_on_all_ranks():
         assert result["and on"]
 
 
+def test_rates_and_fields_that_change_at_a_skipped_step_are_followed():
+    """In all modules; the updates that residuals stand for do not change."""
+    for result in of("skipped_rates"):
+        assert result["skipped"] == 1
+        assert result["more bytes"] > 0, "some modules were exchanged before the fault"
+        assert result["exchanges"] == [[0.125, 0.25]] * 3
+        assert result["not zero"]
+        assert result["equal"]
+
+
+def test_a_loss_scale_changes_nothing():
+    """Powers of two: bit for bit the parameters of a job without a scaler."""
+    for result in (*of("loss_scales"), *of("two_levels_scales", 4)):
+        assert all(result["equal"].values()), result["equal"]
+
+
 def test_rates_come_from_the_optimizer_and_must_agree():
     for result in of("silent"):
         assert result["optimizer"], "the same bits as a rate that is set before each backward"

@@ -1,0 +1,58 @@
+"""The learning rates that a hook's residuals follow, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import gcbench
+from gcbench.core import memory
+from gcbench.core.compressor import Segments
+from gcbench.core.exchange import Lane
+from gcbench.integrations.hook import Hook
+from gcbench.integrations.level import Level
+from gcbench.integrations.rates import Rates
+
+
+class OneLevel(Hook):
+    """A hook with one exchange of one worker."""
+
+    def __init__(self, level: Level, rates: Rates) -> None:
+        super().__init__(None, rates)
+        self._level = level
+
+    def _levels(self) -> list[Level]:
+        return [self._level]
+
+
+@pytest.fixture
+def level(simulated, clock):
+    """An exchange of the parameters "a" and "b", 4 elements each."""
+    lane = Lane(
+        *(gcbench.get_compressor("onebit"), "allgather", 0, Segments.of([(4,), (4,)])),
+        memory.make("residual", {}),
+    )
+    return Level(simulated(1), lambda step: [lane], [0], [[("a", 4), ("b", 4)]], 0, clock)
+
+
+def test_a_step_of_one_of_several_optimizers_records_only_its_rates(level):
+    """Each is followed by its schedule, so that the first rate fell when the second one steps."""
+    parameters = {"a": nn.Parameter(torch.ones(4)), "b": nn.Parameter(torch.ones(4))}
+    first, second = (torch.optim.SGD([p], lr=1.0) for p in parameters.values())
+    rates = Rates([first, second], None)
+    hook = OneLevel(level, rates)
+    hook._follow_steps(parameters)
+    residual = level.exchange.workers[0][0]["residual"]
+    level.begin(0, rates)
+    residual.fill_(1.0)
+    for optimizer, falls in ((first, 0.5), (second, 0.25)):
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = falls
+    level.begin(1, rates)
+    assert residual.tolist() == [2.0] * 4 + [4.0] * 4
+    second.param_groups[0]["lr"] = 8.0
+    second.step()  # applied at 8, though the exchange expected 0.25
+    level.begin(2, rates)
+    assert level.exchange.rates == [[0.5, 8.0]]
+    assert residual.tolist() == [2.0] * 4 + [4.0] * 4
