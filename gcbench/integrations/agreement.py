@@ -89,9 +89,9 @@ def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | Non
         if each["fault"] is not None:
             return Fault(**each["fault"])
     different = differences({each["rank"]: each["values"] for each in reports})
-    remedy = "Set the same rates, and load states of the same step, on every rank"
+    remedy = "Set the same rates, make as many steps, and load states of one step, on every rank"
     if "position" in different:
-        remedy = "Run the same forward and backward passes on every rank, also after an error"
+        remedy = "Run the same passes and optimizer steps on every rank, also after an error"
     elif "mean" in different:
         remedy = "Load states of the same job on every rank; or check the method: gcbench verify"
     texts = list(different.values())

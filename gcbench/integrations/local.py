@@ -14,7 +14,8 @@ The result equals `gcbench run --local-steps` on the same examples, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -132,8 +133,8 @@ def local_steps(
         outer_nesterov: whether it is Nesterov's.
         timeout: seconds that a rank waits for the others in a collective. Ranks may be at different
             steps of a round, so it must exceed the time of a round.
-        state: the `state_dict` of this rank to resume from. Load the model's and the optimizer's
-            states first.
+        state: the `state_dict` of this rank to resume from. Load the states of the model and the
+            optimizer first, saved at the same step: other parameters are refused.
         options: fields of the compressor, each a value or a schedule by step.
 
     Raises:
@@ -178,7 +179,7 @@ class LocalSteps(Hook):
     """One model's rounds of local steps, created by `local_steps`."""
 
     CALL = "gcbench.local_steps"
-    FORMAT = 1
+    FORMAT = 2
 
     def __init__(
         self,
@@ -196,10 +197,9 @@ class LocalSteps(Hook):
         if state is not None:
             self._keep(state)
         refused, summary = self._prepared(lambda: self._prepare(model, group), None, None)
-        if state is None and not refused:
-            parameters = torch.cat([x.detach().reshape(-1).float().cpu() for x in self._common_x])
-            digest = hashlib.sha256(parameters.numpy().tobytes()).hexdigest()
-            summary = {**summary, "initial parameters (SHA-256)": digest}
+        if not refused:
+            which = "initial" if state is None else "common"
+            summary = {**summary, f"{which} parameters (SHA-256)": self._origin}
         seconds = min(settings.timeout, handshake.PATIENCE)
         store, roster = handshake.meet(group, summary, refused, seconds, Roster.alone())
         self._registered, self._loaded = True, None
@@ -263,6 +263,8 @@ class LocalSteps(Hook):
         self._names = [name for _, names in groups for name in names]
         self._parameters = [named[name] for name in self._names]
         self._common_x = [p.detach().clone() for p in self._parameters]
+        self._origin = _digest(self._common_x)
+        """Digest of the common parameters at registration, or of the last loaded state."""
         self._outer = torch.optim.SGD(
             self._common_x,
             lr=settings.outer_lr,
@@ -325,17 +327,26 @@ class LocalSteps(Hook):
             self._since = 0
 
     def exchange(self) -> None:
-        """Exchange what remains, if this rank has made a step since; then all ranks are equal.
+        """Exchange what remains, if the ranks have made a step since; then all ranks are equal.
 
-        All ranks call it. As after the last step of a run, fragments that were sent within `delay`
-        steps are not sent again.
+        All ranks call it, also those without such a step. As after the last step of a run,
+        fragments that were sent within `delay` steps are not sent again.
 
         Raises:
             gcbench.core.errors.DivergedError: a rank's parameters are not finite: on every rank.
-            gcbench.core.errors.UsageError: the ranks are at different steps, or their means differ.
+            gcbench.core.errors.UsageError: the ranks are at different steps, or their means differ:
+                on every rank; or `close` was called.
             gcbench.core.errors.PeerLostError: another rank failed or did not answer in time.
         """
         self.raise_failure()
+        if self._closed:
+            raise UsageError(
+                "exchange() after close(), which ended the process group: call it first"
+            )
+        last = max(0, self._step - 1)
+        values = {"position": "call of exchange()", "step": last, "open steps": self._since}
+        with self._exchanging():
+            self._require(None, values)
         if not self._since:
             return
         settings = self.settings
@@ -347,12 +358,23 @@ class LocalSteps(Hook):
 
     def _send(self, fragments: Collection[int]) -> None:
         """Exchange fragments, and update their common parameters."""
+        with self._exchanging():
+            self._round(fragments)
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Communicate; an error ends the hook on every rank."""
         try:
             with torch.no_grad():
-                self._round(fragments)
+                yield
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _require(self, fault: Fault | None, values: Mapping[str, Any]) -> None:
+        """Raise the fault of any rank, or the difference of values, on every rank."""
+        if (fault := self._agree([self._level], fault, Common.of(values))) is not None:
+            raise fault.error
 
     @torch.no_grad()
     def _take_over(self, fragments: Collection[int], blend: float) -> None:
@@ -378,8 +400,7 @@ class LocalSteps(Hook):
             if fault is None and (name := level.nonfinite(number, part)):
                 fault = Fault.of(check.diverged(level.world.rank, name, step), step)
         common = self._common("exchange of local steps", step, [level])
-        if (fault := self._agree([level], fault, common)) is not None:
-            raise fault.error
+        self._require(fault, {**common.values, "common parameters (SHA-256)": self._origin})
         lanes = [i for i, fragment in enumerate(self._fragments) if fragment in fragments]
         mean = level.exchange.mean([difference], step, self.settings.outer_lr, lanes)
         chosen = self._in(fragments)
@@ -387,9 +408,8 @@ class LocalSteps(Hook):
         for name, x, piece in zip(self._names, self._common_x, pieces, strict=True):
             x.grad = piece.view_as(x) if name in chosen else None
         sent = torch.cat([x.grad.view(-1) for x in self._common_x if x.grad is not None])
-        values = {"position": "end of a round", "step": step, "mean": agreement.digest(sent)}
-        if (fault := self._agree([level], None, Common.of(values))) is not None:
-            raise fault.error
+        mean_bits = agreement.digest(sent)
+        self._require(None, {"position": "end of a round", "step": step, "mean": mean_bits})
         self._outer.step()
         self._outer.zero_grad()
 
@@ -400,6 +420,7 @@ class LocalSteps(Hook):
         entry = {
             "step": self._step,
             "since": self._since,
+            "model": _digest(self._parameters),
             "parameters": [x.cpu().clone() for x in self._common_x],
             "momentum": [None if m is None else m.cpu().clone() for m in moments],
             "exchange": self._level.exchange.state_dict(),
@@ -413,15 +434,34 @@ class LocalSteps(Hook):
         count = len(self._common_x)
         parameters = sealed.sequence("parameters", sealed.entry(entry, "parameters"), count)
         moments = sealed.sequence("momentum", sealed.entry(entry, "momentum"), count)
-        for name, x, *values in zip(self._names, self._common_x, parameters, moments, strict=True):
-            for value in values:
-                if value is not None and (value.shape, value.dtype) != (x.shape, x.dtype):
-                    raise sealed.malformed(f"{name}: {value.dtype}, shape {tuple(value.shape)}")
+        for name, x, value, moment in zip(
+            self._names, self._common_x, parameters, moments, strict=True
+        ):
+            sealed.floats(name, value, x.shape)
+            if moment is not None:
+                sealed.floats(f"momentum of {name}", moment, x.shape)
+        expected, received = sealed.entry(entry, "model"), _digest(self._parameters)
+        if received != expected:
+            raise UsageError(
+                f"the model's parameters (SHA-256 {received:.12}) are not those that this rank had "
+                f"when it saved the state (SHA-256 {expected!s:.12}). Save the states of the model "
+                "and of local steps at the same step, and load the model's first"
+            )
         exchange = self._level.make(step)
         exchange.load_state_dict(sealed.entry(entry, "exchange"))
         self._level.exchange, self._step, self._since = exchange, step, since
         with torch.no_grad():
             for x, value, moment in zip(self._common_x, parameters, moments, strict=True):
                 x.copy_(value)
+                self._outer.state[x].pop("momentum_buffer", None)
                 if moment is not None:
                     self._outer.state[x]["momentum_buffer"] = moment.to(x.device).clone()
+        self._origin = _digest(self._common_x)
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    """Return a SHA-256 of the bits of float32 tensors."""
+    hashed = hashlib.sha256()
+    for x in tensors:
+        hashed.update(x.detach().cpu().contiguous().reshape(-1).numpy().data)
+    return hashed.hexdigest()

@@ -129,7 +129,34 @@ def resumed(rank: int, size: int) -> dict[str, Any]:
             more = {"outer_lr": 0.5} if case == "settings" else {}
             call = partial(Loop(config, rank).local_steps, state=each, **more)
             result[f"{name}, {case}"] = refused(call)
+        for case, scale in (("not loaded", 1), ("another job's", 1 + rank)):
+            loop = Loop(config, rank)
+            if rank == 0 or case != "not loaded":
+                loop.model.load_state_dict(again.model.state_dict())
+            moved = [scale * x for x in entry["parameters"]]
+            call = partial(loop.local_steps, state=changed(state, parameters=moved))
+            result[f"{name}, {case}"] = refused(call)
         steps.close()
+    return result
+
+
+@job
+def rewound(rank: int, size: int) -> dict[str, Any]:
+    """Load the state of step 0 after an exchange, and train again."""
+    loop = Loop(Config.make({**COMMON, **CASES["sparse"]}), rank)
+    steps = loop.local_steps()
+    saved = loop.optimizer.state_dict(), steps.state_dict()
+    model = {name: x.clone() for name, x in loop.model.state_dict().items()}
+    loop.run(range(4))
+    early = refused(lambda: steps.load_state_dict(saved[1]))
+    loop.model.load_state_dict(model)
+    loop.optimizer.load_state_dict(saved[0])
+    steps.load_state_dict(saved[1])
+    loop.run(range(8))
+    result = {"end": digest(loop.flat()), "early": early}
+    moved = [x + rank for x in steps.state_dict()["parameters"]]
+    steps.load_state_dict(changed(steps.state_dict(), parameters=moved))
+    result["another job's"] = refused(lambda: loop.run(range(4)))
     return result
 
 
@@ -141,13 +168,14 @@ def between(rank: int, size: int) -> dict[str, Any]:
     loop.run(range(5))
     before = [digest(p.detach()) for p in loop.model.parameters()]
     steps.exchange()
-    after, sent = digest(loop.flat()), steps.traffic.payload_up
+    after, sent = digest(loop.flat()), steps.traffic.payload_up - steps.agreement.payload_up
     steps.exchange()
     loop.run(range(5, 6))
     later = [digest(p.detach()) for p in loop.model.parameters()]
-    same = steps.traffic.payload_up == sent
+    same = steps.traffic.payload_up - steps.agreement.payload_up == sent
     steps.close()
-    return {"before": before, "after": after, "later": later, "same": same}
+    closed = refused(steps.exchange)
+    return {"before": before, "after": after, "later": later, "same": same, "closed": closed}
 
 
 @job
@@ -171,6 +199,10 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     steps = loop.local_steps()
     loop.run(range(1 + rank))
     result["another step"] = refused(steps.exchange)
+    loop = Loop(config, rank)
+    steps = loop.local_steps()
+    loop.run(range(3 + rank))  # rank 0 is at the end of a round
+    result["no open step"] = refused(steps.exchange)
     half = nn.Linear(4, 2).double()
     optimizer = torch.optim.SGD(half.parameters(), 0.1)
     result["double"] = refused(lambda: gcbench.local_steps(half, optimizer, "int8", every=2))

@@ -42,12 +42,25 @@ def test_a_loop_resumed_in_a_round_ends_in_the_same_bits(name):
         assert "outer_lr: " in result[f"{name}, settings"]["text"]
         assert "shape (1" in result[f"{name}, shape"]["text"]
         assert "digest" in result[f"{name}, flipped"]["text"]
+        for case in ("not loaded", "another job's"):
+            assert result[f"{name}, {case}"]["kind"] == "UsageError"
+            assert "parameters" in result[f"{name}, {case}"]["text"]
+            assert "SHA-256" in result[f"{name}, {case}"]["text"]
+
+
+def test_a_state_without_momentum_restarts_without_momentum():
+    for result, whole in zip(of("rewound"), of("equal"), strict=True):
+        assert result["end"] == whole["sparse"]["end"]
+        for case in ("early", "another job's"):
+            assert result[case]["kind"] == "UsageError"
+            assert "parameters" in result[case]["text"]
 
 
 def test_an_exchange_between_makes_ranks_equal_and_nothing_is_taken_over_twice():
     one, other = of("between")
     assert one["after"] == other["after"]
-    assert one["same"], "a second exchange without a step sends nothing"
+    assert one["same"], "a second exchange without a step sends no parameters"
+    assert one["closed"]["kind"] == "UsageError"
     for name in ("before", "later"):
         assert all(a != b for a, b in zip(one[name], other[name], strict=True))
 
@@ -61,6 +74,8 @@ def test_faults_stop_all_ranks_with_the_cause():
             assert result[name]["text"].startswith("rank 1: ")
         assert result["another step"]["kind"] == "UsageError"
         assert "step: rank 0 0, rank 1 1" in result["another step"]["text"]
+        assert result["no open step"]["kind"] == "UsageError"
+        assert "open steps: rank 0 0, rank 1 1" in result["no open step"]["text"]
         assert "float32" in result["double"]["text"]
         assert "at most" in result["blocks"]["text"]
         assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
