@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
@@ -13,8 +14,8 @@ from gcbench.core.values import text
 from gcbench.report.compare import ComparisonRow, ranked
 from gcbench.results.reader import Run, fields
 from gcbench.training import grid
-from gcbench.training.suites import Point, Suite, decide
-from gcbench.training.suites.tuning import Trial, quality
+from gcbench.training.suites import Point, Suite
+from gcbench.training.suites.tuning import Trial, decide_among, quality
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,9 @@ class Beside:
     """The entries of the suite that have no run, of whatever budget."""
     tried: Mapping[str, Mapping[Trial, float]]
     """The results of the trials of each point, by `Point.identity`."""
-    best: frozenset[str] = frozenset()
+    choices: Mapping[tuple[str, int], str]
+    """The identity that trials chose, by `Point.group` and steps of the runs, where decided."""
+    best: frozenset[str]
     """The tuned runs that count, by `Run.method`: those of the alternative that trials chose, or of
     all alternatives of a method while trials are missing."""
 
@@ -67,7 +70,7 @@ class Beside:
         """Return how the row's learning rate was chosen: see `ComparisonRow.rate`."""
         if point.tune is None:
             return None
-        choice = point.tune.choose(self.tried[point.identity], row.runs[0].summary.steps)
+        choice = point.tune.choose(self.tried[point.identity], row.first.steps)
         if choice.lr is None:
             return "open"
         if choice.lr != row.runs[0].config.get("lr"):
@@ -131,50 +134,65 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
         UsageError: none of them is.
     """
     points = {point.identity: point for point in suite.points()}
-    matches: dict[str, list[Point]] = {}
-    runs_of = {run.method: run for run in runs}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     tasks = {point.config.task for point in points.values()}
     by_compressor: dict[str, list[tuple[Point, dict[str, Any]]]] = {}
     for point in points.values():
         resolved = point.resolved
         by_compressor.setdefault(resolved["compressor"], []).append((point, resolved))
-    for method, run in {run.method: run for run in runs if run.summary.task in tasks}.items():
-        recorded = _recorded(run)
-        for point, resolved in by_compressor.get(recorded["compressor"], ()):
-            if not _same(suite, resolved, recorded):
-                continue
-            if not run.is_trial:
-                matches.setdefault(method, []).append(point)
-            elif point.tune is not None and point.tune.tries(run.summary.model_dump()):
-                summary = run.summary.model_dump()
+    alike_of: dict[str, list[Point]] = {}
+    """The entries of each configuration, by `Run.method`: all of its seeds have the same."""
+    runs_of: dict[str, Run] = {}
+    for run in runs:
+        if run.summary.task not in tasks:
+            continue
+        if run.method not in alike_of:
+            recorded = _recorded(run)
+            among = by_compressor.get(recorded["compressor"], ())
+            alike_of[run.method] = [p for p, wanted in among if _same(suite, wanted, recorded)]
+        alike = alike_of[run.method]
+        if alike and not run.is_trial:
+            runs_of[run.method] = run
+            continue
+        summary = run.summary.model_dump() if alike else {}
+        for point in alike:
+            if point.tune is not None and point.tune.tries(summary):
                 tried[point.identity][point.tune.trial_of(summary)] = quality(summary)
-    if not matches:
+    if not runs_of:
         raise UsageError(
             f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
             f"`gcbench run --suite {suite.asked}`"
         )
     matched = {}
     shared: dict[str, Point] = {}
-    for method, alike in matches.items():
+    for method, run in runs_of.items():
+        alike = alike_of[method]
         # An entry with a rate of its own comes before one whose trials may choose that rate, too.
         fixed = [point for point in alike if point.tune is None]
         matched[method] = fixed[0] if fixed else alike[-1]
         for point in alike if fixed else ():
-            if point.tune is not None and _chooses(point, tried, runs_of[method]):
+            if point.tune is not None and _chooses(point, tried, run):
                 shared[method] = point
-    identities = {point.identity for point in (*matched.values(), *shared.values())}
-    wanted = _wanted(points.values(), tried)
-    missing = [p for name, p in points.items() if name in wanted and name not in identities]
-    chosen = _wanted(points.values(), tried, published=False)
-    done = {point.group for point in (matched | shared).values() if point.identity in chosen}
-    best = frozenset(
-        method
-        for method, point in (matched | shared).items()
-        if point.tune is not None and (point.identity in chosen or point.group not in done)
-    )
+    steps_of = {method: run.summary.steps for method, run in runs_of.items()}
+    choices = _choices(points.values(), tried, set(steps_of.values()))
+    done = {(p.identity, steps_of[method]) for method, p in (matched | shared).items()}
+    identities = {p.identity for p in (*matched.values(), *shared.values())}
+    chosen = {*choices.values()}
+    decided = {group for group, _ in choices}
+    missing = [
+        point
+        for identity, point in points.items()
+        if identity not in identities
+        and (point.group not in decided or identity in chosen or point.as_published)
+    ]
+    best = set()
+    for method, point in (matched | shared).items():
+        steps = steps_of[method]
+        choice = choices.get((point.group, steps), point.identity)
+        if point.tune is not None and (choice == point.identity or (choice, steps) not in done):
+            best.add(method)
     matched_runs = [run for run in runs if run.method in matched]
-    return Beside(suite, matched_runs, matched, missing, tried, best)
+    return Beside(suite, matched_runs, matched, missing, tried, choices, frozenset(best))
 
 
 def _chooses(point: Point, tried: Mapping[str, Mapping[Trial, float]], run: Run) -> bool:
@@ -184,31 +202,25 @@ def _chooses(point: Point, tried: Mapping[str, Mapping[Trial, float]], run: Run)
     return choice.lr is not None and choice.lr == run.config.get("lr")
 
 
-def _wanted(
-    points: Iterable[Point],
-    tried: Mapping[str, Mapping[Trial, float]],
-    *,
-    published: bool = True,
-) -> set[str]:
-    """Return the identities of the points that are to be run, as far as trials have decided.
+def _choices(
+    points: Iterable[Point], tried: Mapping[str, Mapping[Trial, float]], budgets: Iterable[int]
+) -> dict[tuple[str, int], str]:
+    """Return the identity that trials chose, by group and steps of the runs (`budgets`).
 
-    Of a group that is not decided yet these are all. `published`: with the alternatives that their
-    source has, too.
+    Groups without trials are their only point. Those that are not decided are left out.
     """
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(point.group, []).append(point)
-    wanted = set()
-    for group in groups.values():
-        best = None
-        if group[0].tune is not None:
-            best = decide(group, [tried[point.identity] for point in group]).best
-        wanted |= {
-            point.identity
-            for number, point in enumerate(group)
-            if best is None or number == best or (published and point.as_published)
-        }
-    return wanted
+    choices = {}
+    for (name, group), steps in itertools.product(groups.items(), budgets):
+        rules = [point.tune for point in group if point.tune is not None]
+        best: int | None = 0
+        if rules:
+            best = decide_among(rules, [tried[point.identity] for point in group], steps).best
+        if best is not None:
+            choices[name, steps] = group[best].identity
+    return choices
 
 
 def _recorded(run: Run) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -113,9 +114,14 @@ def test_the_source_s_setting_is_run_beside_the_best(suite_path: Path) -> None:
     assert results == {(0.0, None), (0.9, "model")}
 
 
-def stored(suite: suites.Suite, judge: Callable[[Config], float], path: Path) -> None:
+def stored(
+    suite: suites.Suite,
+    judge: Callable[[Config], float],
+    path: Path,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write the rows of all trials and runs of a suite."""
-    trials, final = follow(suite, judge, {})
+    trials, final = follow(suite, judge, settings)
     results = []
     for config in (*trials, *final):
         shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
@@ -159,6 +165,36 @@ def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_
     alike = suite_match.beside(suite, load([path]))
     rest = alike.rows(compare.rows(alike.runs, choices=suite.choices, preferred=alike.best))
     assert all(row.as_published is None for row in rest)
+
+
+def close(config: Config) -> float:
+    """Momentum leads by less than the noise with the first seed, and loses with the second."""
+    return judged(0.1, momentum=-0.005 if config.seed == 9 else 0.02, model=-0.1)(config)
+
+
+@pytest.mark.parametrize(
+    ("judge", "settings"),
+    [(close, {}), (judged(0.1, momentum=0.2, model=-0.1), {"steps": [12]})],
+    ids=["second-seed", "other-steps"],
+)
+def test_stored_trials_decide_for_the_runs(suite_path, tmp_path, judge, settings) -> None:
+    """Repeated trials add to the first ones, and trials decide at the steps of their runs."""
+    suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
+    stored(suite, judge, path, settings)
+    runs = load([path])
+    beside = suite_match.beside(suite, runs)
+    assert beside.missing == [], "trials rejected the other alternatives"
+    rows = beside.rows(compare.rows(beside.runs, choices=suite.choices, preferred=beside.best))
+    found = {row.first.compressor_name: row for row in rows}
+    assert [row.first.compressor_name for row in rows] == ["none", "topk"]
+    assert {row.runs[0].config["momentum"] for row in rows} == {0.0}
+    assert {row.rate for row in rows} <= {"tuned", "edge"}
+    assert found["topk"].difference == pytest.approx(0.0), "from fp32 without momentum"
+    repeated = sum(trial.repeat for results in beside.tried.values() for trial in results)
+    assert repeated == sum(run.summary.seed == 10 for run in runs)
+    rest = [run for run in runs if run.is_trial or run.summary.compressor_name == "none"]
+    unmade = suite_match.beside(suite, rest).missing
+    assert {(p.config.momentum, p.as_published) for p in unmade} == {(0.0, False), (0.9, True)}
 
 
 def test_another_suite_takes_its_settings_from_the_choice(tmp_path: Path, monkeypatch) -> None:
