@@ -40,7 +40,7 @@ def brief(*_: object, **__: object) -> Any:
     """Return the effort of a verification that searches few inputs."""
     from gcbench.checks.cases import Effort
 
-    return Effort(every=60, long=0, many=0, million=0, steps=1, thin=60)
+    return Effort(every=60, long=0, many=0, million=0, steps=1, thin=60, positions=False)
 
 
 def invoke(*words: object, main: Callable[[], None] = cli.main, pictures: bool = False) -> Result:

@@ -131,7 +131,7 @@ class Search:
                 return
         for case in (
             *sweep_workers(self.calls, self.profile, self.effort),
-            *sweep_positions(self.calls, self.profile),
+            *(sweep_positions(self.calls, self.profile) if self.effort.positions else ()),
         ):
             if self._try(case) is None:
                 return

@@ -102,6 +102,8 @@ class Effort(NamedTuple):
     """1: all keys and numbers of workers of the sweeps; k: every k-th of them."""
     far: int = 0
     """Inputs of more than 2^24 elements."""
+    positions: bool = True
+    """Whether to sweep one nonzero over all positions of 512 segments."""
 
 
 FULL = Effort(every=1, long=4, many=4, million=3, steps=2048, far=1)

@@ -612,6 +612,7 @@ def mine(tmp_path, forget):
     return path
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_compressor_may_be_a_file(mine, tmp_path):
     """In the grid, with a field, in real processes; its row names the file that makes it again."""
     words = ["--steps", 3, "--workers", 2, "--progress", "none", "--results", tmp_path / "r"]

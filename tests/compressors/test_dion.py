@@ -133,6 +133,7 @@ def test_buckets_do_not_matter(simulated, clock):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("forked")
 def test_simulation_processes_and_ddp_train_the_same_parameters(tmp_path):
     words = ("run", "--task", "digits", "--compressor", "dion", "--steps", 12, "--workers", 2)
     words = (*words, "--results", tmp_path, "--json", "--progress", "none")

@@ -152,6 +152,7 @@ def test_the_second_moment_is_refreshed_at_growing_intervals(refresh):
     assert not any(gcbench.get_compressor("onebitadam").rule.in_fp32(step) for step in range(100))
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_refreshes_it_in_every_engine(tmp_path):
     """Steps 1, 2, 4, 6 and 10 send 32 bits per element, the others 1 and a scale per tensor."""
     words = ("run", "--task", "digits", "--compressor", "onebitadam", "--set", "refresh=2")

@@ -16,6 +16,8 @@ from gcbench.core.compressor import Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PYPROJECT = """
 [build-system]
 requires = ["hatchling"]

@@ -17,6 +17,8 @@ from gcbench.core import memory, registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.training.configuration import Config
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 GUIDE = Path(__file__).parents[2] / "gcbench/docs/your-method.md"
 
 

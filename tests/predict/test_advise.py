@@ -885,6 +885,7 @@ def test_a_link_is_fitted_to_all_reduces_of_two_sizes() -> None:
         measuring.link(result)
 
 
+@pytest.mark.usefixtures("forked")
 def test_measured_kernels_replace_the_assumed_ones(tmp_path: Path, stored: Path) -> None:
     """Between two local processes: the encoding times are ours, the link is the cluster's."""
     words = ("--measure", "--compressor", "terngrad", "--runs", stored, *SLOW)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from commands import PATIENCE, end, invoke, members, start, wait_for
+from commands import PATIENCE, ROOT, end, invoke, members, start, wait_for
 
 from gcbench import studies
 from gcbench.checks import inputs
@@ -29,6 +29,8 @@ from gcbench.profile import bandwidth, breakeven
 from gcbench.profile.bandwidth import picture, settings, tables, transfers, worker
 from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern
 from gcbench.report import analysis as measuring
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 CPU = torch.device("cpu")
 
@@ -518,16 +520,17 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     assert right.texts[1].get_text() == f"{last[names[0]]['speed']:.2g}"
 
 
-def test_torchrun_is_found_from_the_environment(tmp_path):
+def test_torchrun_is_found_from_the_environment(programs, tmp_path):
     words = ("--nproc-per-node", 2, "-m", "gcbench", "bandwidth", "--sizes", "4K", "-n", 2)
     rest = ("--compressor", "qsgd", "--plain", "all_reduce", "--results", tmp_path, "--json")
-    done = end(start(*words, *rest, module="torch.distributed.run"))
-    assert done.code == 0, done.err
-    document = json.loads(done.out)  # one: worker 0 alone prints
+    command = shlex.join(map(str, ("torchrun", *words, *rest)))
+    done = programs.shell(command, ROOT, PATIENCE, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)  # one: worker 0 alone prints
     assert document["settings"]["engine"] == "torchrun"
     assert document["command"].startswith("torchrun --nproc-per-node 2 -m gcbench bandwidth")
     assert [row["wrong"] for row in table(document, "transfers")] == [0] * 4
-    assert done.err.count("wrote ") == 1
+    assert done.stderr.count("wrote ") == 1
 
 
 # ---- what is wrong, and what is stopped ----------------------------------------------------------

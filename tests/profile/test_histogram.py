@@ -193,6 +193,7 @@ def test_captured_are_the_workers_raw_gradients(tmp_path: Path) -> None:
     assert output[0].task == "digits mlp"
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_capture_what_the_simulation_does(tmp_path: Path) -> None:
     plan = Plan((0, 5), "1.*")
     one = fit(config(steps=6), tmp_path, capture=plan)

@@ -125,6 +125,21 @@ def recorded(name: str, seed: int, accuracy: float | None, **over):
     return summary(name, seed, accuracy, provenance=provenance, **over)
 
 
+DRAW = sections._pictures
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put empty pictures on the page: to draw them takes longer than the rest of it."""
+    monkeypatch.setattr(sections, "_pictures", lambda draw: ["data:image/svg+xml;base64,"])
+
+
+@pytest.fixture
+def pictures(no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the pictures."""
+    monkeypatch.setattr(sections, "_pictures", DRAW)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write(
@@ -138,6 +153,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_page_shows_runs_analyses_and_their_commands(folder: Path) -> None:
     path = folder / "page.html"
     message = invoke("report", folder, "--output", path, "--title", "A & B", "--json").json
@@ -164,6 +180,7 @@ def test_the_page_shows_runs_analyses_and_their_commands(folder: Path) -> None:
     assert "does not know how to draw it" in text
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_page_stands_alone(folder: Path) -> None:
     """Every address is inside the page, and every link leads somewhere."""
     path = folder / "page.html"
@@ -278,6 +295,7 @@ def measured(*frames: tuple[Path, int]) -> list[list[int]]:
 
 
 @needs_browser
+@pytest.mark.usefixtures("pictures")
 def test_nothing_overflows_and_the_accuracy_is_in_view(folder: Path) -> None:
     """Long names, many columns, a picture: the page is as wide as the window."""
     long = "a-method-of-somebody-with-a-very-long-name-that-nobody-wants-to-read-in-full"
@@ -452,6 +470,7 @@ def committed(name: str) -> dict:
     return json.loads((ROOT / "results" / name).read_text())
 
 
+@pytest.mark.usefixtures("pictures")
 def test_committed_files_are_shown(tmp_path: Path) -> None:
     """Analyses with a picture where it can be drawn, kernel timings, and runs, on one page."""
     names = ("links.json", "histogram-cifarnet.json", "kernels.json")

@@ -102,6 +102,7 @@ def test_every_command_is_tried() -> None:
     assert sorted(DEFAULTS) == sorted(commands(cli.app))
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("command", "words"), [(name, words) for name, calls in DEFAULTS.items() for words in calls]
 )

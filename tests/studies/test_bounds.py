@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from gcbench.studies.bounds import (
     codec_claims,
     gradient_claims,
     observe,
+    quadratic_claims,
     quadratics,
     training,
 )
@@ -179,16 +181,16 @@ def test_watching_changes_nothing(watched, simulated, tmp_path) -> None:
 def test_drawn_gradients_are_unbiased_with_the_noise_of_a_workers_batch(watched) -> None:
     """The noise of one example is 1 a coordinate, that of a worker's 8 examples 1/8.
 
-    256 coordinates, 400 batches: the mean variance has a relative sd of 0.44 %, so it is off by 2 %
-    with probability 6e-6.
+    256 coordinates, 100 batches: the mean variance has a relative sd of 0.88 %, so it is off by 5 %
+    with probability 1e-8.
     """
-    record, watch = watched(task="quadratic", steps=1, snapshots=1, batches=400)
+    record, watch = watched(task="quadratic", steps=1, snapshots=1, batches=100)
     one = record["snapshots"][0]
-    assert one["sigma_l2"] ** 2 / 256 == pytest.approx(1 / 8, rel=0.02)
+    assert one["sigma_l2"] ** 2 / 256 == pytest.approx(1 / 8, rel=0.05)
     model = watch.trainer.model  # the start is +-1 from the minimum
     assert one["gradient_l2"] == pytest.approx(float(model.curvature.norm()), rel=0.02)
     assert one["density_noise"] == pytest.approx(1.0, abs=0.01)
-    assert one["noise_share"] == pytest.approx(one["sigma_l2"] ** 2 / 400 / one["gradient_l2"] ** 2)
+    assert one["noise_share"] == pytest.approx(one["sigma_l2"] ** 2 / 100 / one["gradient_l2"] ** 2)
 
 
 # ---- what is predicted ---------------------------------------------------------------------------
@@ -394,7 +396,8 @@ def test_compressed_training_is_that_of_gcbench_run(tmp_path, simulated) -> None
 
 @pytest.fixture
 def only_small(monkeypatch):
-    """Few copies and votes, so that the command is quick."""
+    """Few copies, calls and votes, so that the command is quick."""
+    monkeypatch.setattr(codec_claims, "MOST", 100)
     monkeypatch.setattr(quadratics, "ELEMENTS", 256)
     monkeypatch.setattr(quadratics, "PLATEAU_ELEMENTS", 256)
     monkeypatch.setattr(codec_claims, "VOTES", 5_000)
@@ -500,7 +503,11 @@ def test_what_the_committed_analyses_say_follows_from_their_rows(network: str) -
 
 def test_an_interrupted_analysis_goes_on(tmp_path, only_small, monkeypatch) -> None:
     words = ("bounds", "--results", tmp_path, "--seed", "0,1", "--quadratic-only")
-    words += ("--methods", "signsgd,topk", "--claims", "[ds]*")
+    words += ("--methods", "signsgd", "--claims", "s*")
+    monkeypatch.setattr(quadratics, "FLOOR_STEPS", 10)
+    runs_of = quadratic_claims.SIGN_RUNS.items()
+    short = {which: tuple(replace(run, k=10) for run in each) for which, each in runs_of}
+    monkeypatch.setattr(quadratic_claims, "SIGN_RUNS", short)
     whole = invoke(*words, "--json", "--force").json
     runs = []
     sign_descent = quadratics.sign_descent

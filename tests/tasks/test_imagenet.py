@@ -596,6 +596,7 @@ def test_a_run_on_photographs(run, network: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_simulated_workers_are_processes(run) -> None:
     """Batch norm, dropout and augmentation: the same bits, in records and parameters."""
     folders = run("googlenet"), run("googlenet", "--engine", "spawn")

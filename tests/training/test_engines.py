@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import crew
 import pytest
 import torch
-from commands import PATIENCE, end, invoke, members, start, wait_for
+from commands import PATIENCE, ROOT, end, invoke, members, start, wait_for
 from torch import nn
 
 from gcbench.core import registry
@@ -184,11 +185,12 @@ def test_times_are_measured_or_modelled_and_never_mixed(two):
         assert all(seconds is None or seconds > 0 for seconds in phases.values())
 
 
-def test_torchrun_is_found_and_gives_the_same_bits(two, tmp_path):
+def test_torchrun_is_found_and_gives_the_same_bits(two, programs, tmp_path):
     launch = ("--nproc-per-node", 2, "-m", "gcbench", "run", *TWO)
-    command = (*launch, "--results", tmp_path, "--json")
-    done = end(start(*command, module="torch.distributed.run", OMP_NUM_THREADS="1"))
-    summary = done.json  # exactly one document, although there are two processes
+    command = shlex.join(map(str, ("torchrun", *launch, "--results", tmp_path, "--json")))
+    done = programs.shell(command, ROOT, PATIENCE, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)  # exactly one document, although there are two processes
     assert summary["engine"] == "torchrun"
     expected = two["simulate", "twoshot"]
     assert {key: summary[key] for key in SAME} == {key: expected[key] for key in SAME}

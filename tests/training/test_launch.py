@@ -364,14 +364,15 @@ def test_what_is_no_plain_value_is_refused(value):
         to_bytes(value)
 
 
-def test_values_arrive_as_they_were_sent():
+def test_values_arrive_as_they_were_sent(zygote):
     x = torch.arange(6.0)
     value = {"views": [x[:4], x[2:]], "grown": x.view(2, 3).t(), "tensor": {"dict": 1}}
     result = from_bytes(to_bytes(value))
     assert result["tensor"] == {"dict": 1}
     assert torch.equal(result["grown"], x.view(2, 3).t())
     assert all(torch.equal(a, b) for a, b in zip(result["views"], value["views"], strict=True))
-    result = launch.in_processes(2, 1, crew.meet, [])
+    with zygote.patched():
+        result = launch.in_processes(2, 1, crew.meet, [])
     expected = [
         {
             "text": "ä" * rank,
@@ -388,13 +389,13 @@ def test_values_arrive_as_they_were_sent():
 # -- workers that stand still ----------------------------------------------------------------------
 
 
-def test_a_worker_that_stands_still_is_named_after_the_timeout(monkeypatch):
+def test_a_worker_that_stands_still_is_named_after_the_timeout(zygote, monkeypatch):
     """The roll call tells it from the third one, which waits like the first."""
-    monkeypatch.setenv(launch.TIMEOUT, "8")
+    monkeypatch.setenv(launch.TIMEOUT, "4")
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
-    with pytest.raises(GcbenchError) as raised:
+    with zygote.patched(), pytest.raises(GcbenchError) as raised:
         launch.in_processes(3, 1, crew.stand_still, [])
-    message = "because worker 1 ended or stopped responding; the limit is 8 s"
+    message = "because worker 1 ended or stopped responding; the limit is 4 s"
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 

@@ -92,22 +92,16 @@ STAND_INS = {
 }
 
 
-def test_the_script_for_slurm_starts_one_job_over_all_nodes(tmp_path) -> None:
+def test_the_script_for_slurm_starts_one_job_over_all_nodes(programs, tmp_path) -> None:
     (script,) = [one.text for one in blocks(PAGE.read_text()) if "SLURM" in one.text]
     (tmp_path / "gcbench.sbatch").write_text(script.replace("29500", str(free_port())))
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    tools = f"{tmp_path}:{Path(sys.executable).parent}"
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost,elsewhere"}
-    done = subprocess.run(
-        ["bash", "gcbench.sbatch", "--task", "quadratic", "--steps", "10", "--compressor", "int8"],
-        cwd=tmp_path,
-        env={**os.environ, **slurm, "PATH": f"{tools}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    words = "--task quadratic --steps 10 --compressor int8"
+    command = f'PATH="$PWD:$PATH" bash gcbench.sbatch {words}'
+    done = programs.shell(command, tmp_path, PATIENCE, **slurm)
     outputs = "".join((tmp_path / f"out-{node}").read_text() for node in (0, 1))
     assert done.returncode == 0, done.stderr + outputs
     assert "2 workers, torchrun" in outputs
