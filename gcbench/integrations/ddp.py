@@ -152,7 +152,8 @@ def comm_hook(
             DivergedError, which names that rank and the tensor. "skip": no rank exchanges anything
             at this step, residuals do not change, and every rank gets NaN for all gradients, so
             that a GradScaler skips its step on all ranks. The exchange then begins after the last
-            gradient and does not overlap with backward. Default: "skip" with a scaler, else "stop".
+            gradient and does not overlap with backward. Default: "skip" with an enabled
+            scaler, else "stop".
         on_resize: "redistribute": accept a state that was saved with another number of ranks, and
             preserve the sum of all residuals. "refuse" (default): refuse it.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or

@@ -136,7 +136,7 @@ def shard_hook(
             DivergedError, which names that rank and the parameter. "skip": residuals return to
             their values before this backward pass, and the gradients of this module and the
             following ones are NaN on every rank, so that all ranks can skip the optimizer's step.
-            Default: "skip" with a scaler, else "stop".
+            Default: "skip" with an enabled scaler, else "stop".
         on_resize: only "refuse": refuse a state that was saved with another number of ranks. Only
             `comm_hook` can redistribute one.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or

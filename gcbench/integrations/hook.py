@@ -26,7 +26,7 @@ from gcbench.integrations import agreement, arguments, scheme
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.hook_world import HookWorld, release
 from gcbench.integrations.level import Level
-from gcbench.integrations.rates import Rates
+from gcbench.integrations.rates import Rates, checked_policy
 from gcbench.integrations.scheme import Scheme
 
 T = TypeVar("T")
@@ -76,15 +76,15 @@ def common_settings(
         UsageError: an argument has the wrong type or value.
     """
     exchanged = Scheme.of(compressor, options, memory, memory_options, collective=collective)
-    if on_nonfinite is None:
-        on_nonfinite = "stop" if scaler is None else "skip"
+    if on_nonfinite is not None:
+        arguments.choice("on_nonfinite", on_nonfinite, NONFINITE)
     return {
         **vars(exchanged),
         "dense_below": arguments.integer("dense_below", dense_below),
         "start_step": arguments.integer("start_step", start_step, sealed.STEPS),
         "seed": arguments.integer("seed", seed, arguments.SEEDS),
         "timeout": arguments.number("timeout", timeout, 0.001, finite=True),
-        "on_nonfinite": arguments.choice("on_nonfinite", on_nonfinite, NONFINITE),
+        "on_nonfinite": checked_policy(on_nonfinite, scaler),
     }
 
 
@@ -303,6 +303,7 @@ class Hook:
         if self._registered:
             return "this hook is registered already: make one for each model", {}
         try:
+            checked_policy(self.settings.on_nonfinite, scaler)
             self._rates.add(optimizer, scaler)
             named = prepare()
             if self._loaded is not None:

@@ -125,6 +125,22 @@ class Rates:
         self._handles = []
 
 
+def checked_policy(on_nonfinite: str | None, scaler: Any) -> str:
+    """Return what to do at gradients that are not finite; None: "skip" if the scaler skips steps.
+
+    Raises:
+        UsageError: "skip" with a disabled scaler, which would apply the NaN of a skipped step.
+    """
+    enabled = scaler is not None and getattr(scaler, "is_enabled", lambda: True)()
+    if on_nonfinite == "skip" and scaler is not None and not enabled:
+        raise UsageError(
+            'on_nonfinite="skip" with a disabled GradScaler: it steps at every gradient, so the '
+            'NaN of a skipped step would reach all parameters. Use on_nonfinite="stop", or leave '
+            "on_nonfinite out: it follows the scaler"
+        )
+    return on_nonfinite or ("skip" if enabled else "stop")
+
+
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return an optimizer without the wrappers of a framework (`.optimizer`)."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):

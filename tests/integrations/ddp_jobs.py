@@ -584,6 +584,10 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     one = hook("none").register(ddp)
     result["second hook"] = refused(lambda: hook("none").register(ddp))
     result["same hook"] = refused(lambda: register(one))
+    skipping, disabled = hook("none", on_nonfinite="skip"), torch.amp.GradScaler(enabled=False)
+    result["disabled scaler"] = refused(
+        lambda: skipping.register(wrapped(model()), scaler=disabled)
+    )
     state = one.state_dict()
     one.close()
     result["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
@@ -965,6 +969,20 @@ def nonfinite(rank: int, size: int) -> dict[str, Any]:
             result["untouched"] = times(residuals(hook), before, 1.0) and up(hook) == bytes_before
             result["counted"] = [hook.step, hook.skipped]
         hook.close()
+
+    net = Scaled()
+    ddp, optimizer = DDP(net), torch.optim.SGD(net.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    hook = comm_hook("onebit", scaler=scaler, optimizer=optimizer).register(ddp)
+    before, factor = flat(net), torch.nan if rank == 1 else 1.0
+
+    def step() -> None:
+        scaler.scale(ddp(torch.ones(4, 16)).sum() * factor).backward()
+        scaler.step(optimizer)
+
+    result["disabled"] = refused(step)
+    result["disabled, unchanged"] = torch.equal(flat(net), before)
+    hook.close()
 
     plain = scaled(DDP(Scaled()), rank, 8)
     none = scaled(DDP(Scaled()), rank, 8, comm_hook("none", on_nonfinite="skip"))

@@ -190,11 +190,12 @@ REFUSED = {
     "second hook": "a communication hook",
     "same hook": "registered already: make one for each model",
     "closed": "was closed",
+    "disabled scaler": "skip.*disabled.*stop",
     "mixed precision": "mixed_precision.*torch.autocast",
     "state of another rank": "that of rank 2 of 2, and this is rank",
     "state of other settings": "bucket_mb: 25.0 .*, 3.0 ",
     "state of another step": "step: rank 0 0, rank 1 1",
-    "state of another format": "format 99: .*2",
+    "state of another format": "format 99: expected 3",
 }
 
 
@@ -566,6 +567,22 @@ def test_unknown_and_read_only_attributes_are_refused(make, name):
         setattr(hook, name, 0.01)
     with pytest.raises(AttributeError):
         setattr(hook, name, 0.01)
+
+
+@pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
+def test_only_an_enabled_scaler_skips_steps(make):
+    scalers = [torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, False)]
+    policies = [make("onebit", scaler=each).settings.on_nonfinite for each in (*scalers, None)]
+    assert policies == ["skip", "stop", "stop"]
+    assert make("onebit", scaler=scalers[1], on_nonfinite="stop").settings.on_nonfinite == "stop"
+    with pytest.raises(UsageError, match="disabled"):
+        make("onebit", scaler=scalers[1], on_nonfinite="skip")
+
+
+def test_with_a_disabled_scaler_nan_reaches_no_parameter():
+    for result in of("nonfinite"):
+        assert result["disabled"]["kind"] == "DivergedError"
+        assert result["disabled, unchanged"]
 
 
 @pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])

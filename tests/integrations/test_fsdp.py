@@ -329,7 +329,7 @@ REFUSED = {
     "same hook": "registered already: make one for each model",
     "state of another rank": "that of rank 2 of 2, and this is rank",
     "state of other settings": "seed: 0 .*, 3 ",
-    "state of another format": "format 99: .*3",
+    "state of another format": "format 99: expected 4",
     "state of another rank alone": "that of rank 2 of 2, and this is rank 1 of 2",
     "factor": "hidden: set_gradient_divide_factor.3.0..*scale the loss",
     "factor later": "set_gradient_divide_factor.*scale the loss",
