@@ -225,9 +225,12 @@ def merge(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Payl
 def _check_input(method: Compressor, function: str, x: Tensor, ctx: Context) -> None:
     n = ctx.segments.numel
     if x.dtype != torch.float32 or x.shape != (n,):
+        remedy, default = "", torch.get_default_dtype()
+        if x.dtype == default:
+            remedy = f". The default dtype is {default}: torch.set_default_dtype(torch.float32)"
         raise UsageError(
             f"{name_of(method)}: {function} received x of {x.dtype}, shape {tuple(x.shape)}; "
-            f"expected float32, shape ({n},), the length of its segments"
+            f"expected float32, shape ({n},), the length of its segments{remedy}"
         )
 
 
@@ -250,7 +253,8 @@ def _with_parts(method: Compressor, device: torch.device, ctx: Context, count: i
 
 def _with_out(payload: Payload, ctx: Context) -> Context:
     """Return the context with a buffer for the decoded tensor."""
-    return ctx._replace(out=torch.empty(ctx.segments.numel, device=_device(payload, ctx)))
+    numel, device = ctx.segments.numel, _device(payload, ctx)
+    return ctx._replace(out=torch.empty(numel, dtype=torch.float32, device=device))
 
 
 def _device(payload: Payload, ctx: Context) -> torch.device:

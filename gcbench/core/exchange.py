@@ -384,7 +384,8 @@ class Exchange:
             self.owned[i] |= self.owns_shards and two and lane.memory.owner
             if isinstance(lane.compressor, MultiRoundCompressor):
                 self.in_rounds[i] = lane.compressor
-            like = torch.zeros(lane.segments.numel, device=self.world.device)
+            numel, device = lane.segments.numel, self.world.device
+            like = torch.zeros(numel, dtype=torch.float32, device=device)
             fresh = {name: torch.zeros_like(like) for name in lane.joint}
             self.joint[i] = fresh | self.joint[i]
             for states in self.workers:
@@ -517,11 +518,11 @@ class Exchange:
         for number, lane in enumerate(self.lanes):
             if "owner" not in memory[number] and self.owned[number]:
                 begin, end = lane.bounds(self.world.size)[rank : rank + 2]
-                memory[number]["owner"] = torch.zeros(end - begin)
+                memory[number]["owner"] = torch.zeros(end - begin, dtype=torch.float32)
             method = self.in_rounds[number]
             if "state" not in joint[number] and method is not None:
                 first = method.initial_state(self._context(number, 0))
-                joint[number]["state"] = torch.zeros(first.shape)
+                joint[number]["state"] = torch.zeros(first.shape, dtype=torch.float32)
         tensors = {
             f"{kind} {number} {name}": keep(value.cpu())
             for kind, lanes in (("memory", memory), ("joint", joint))

@@ -316,7 +316,7 @@ def check_noise(noise: str, rounding: str = "stochastic") -> None:
         raise ValueError(f"noise='correlated' needs rounding='stochastic', not {rounding!r}")
 
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.float32)
 """`Context.shared` of a method without a statistic."""
 
 

@@ -44,7 +44,7 @@ def redistributed(
                 begin, end = lane.bounds(now)[rank : rank + 2]
                 buffers[name] = torch.cat(parts)[begin:end].clone()
             elif name in residuals:
-                buffers[name] = torch.zeros(lane.segments.numel)
+                buffers[name] = torch.zeros(lane.segments.numel, dtype=torch.float32)
                 for part in parts[rank::now]:
                     buffers[name] += part
             else:

@@ -256,11 +256,12 @@ class CommHook(Hook):
                 "torch.compile"
             )
         self._size = model.process_group.size()
-        refused, summary = self._prepared(lambda: self._prepare(model), optimizer, scaler)
-        seconds = min(self.settings.timeout, handshake.PATIENCE)
-        store, roster = handshake.meet(
-            model.process_group, summary, refused, seconds, Roster.alone()
-        )
+        with self._registering():
+            refused, summary = self._prepared(lambda: self._prepare(model), optimizer, scaler)
+            seconds = min(self.settings.timeout, handshake.PATIENCE)
+            store, roster = handshake.meet(
+                model.process_group, summary, refused, seconds, Roster.alone()
+            )
         self._registered, self._loaded = True, None
         self._frozen = [
             (name, parameter)
@@ -440,7 +441,8 @@ class CommHook(Hook):
         self._rebuilds = bool(model.static_graph or not model.find_unused_parameters)
         """Whether DDP rebuilds its buckets after its first step."""
         self._partial = bool(model.find_unused_parameters or model.static_graph)
-        self._flat = torch.zeros(sum(p.numel for p in self._plan.tensors), device=device)
+        numel = sum(placed.numel for placed in self._plan.tensors)
+        self._flat = torch.zeros(numel, dtype=torch.float32, device=device)
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -733,7 +735,8 @@ class CommHook(Hook):
         before = replace(world.traffic[0])
         idle = self._unused(tensors) if self._partial else []
         if len(idle) == len(tensors):
-            return  # zeros, and DDP drops them
+            gradient.zero_()  # the signs of zeros may differ between ranks
+            return
         level.unscale(gradient)
         if self._looks:
             self._look(level, number, gradient, [placed.name for placed in idle])

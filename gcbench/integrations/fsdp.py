@@ -23,6 +23,7 @@ Tested with torch 2.13 and gloo on a CPU. It has never run with streams on a GPU
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -293,6 +294,8 @@ class ShardHook(Hook):
         self._root: Callable[[], nn.Module | None] = lambda: None
         self._in_forward = False
         """Whether a forward pass of the model has begun and has not ended."""
+        self._frozen_shards: list[tuple[str, Any]] = []
+        """Sharded parameters that required no gradient at `register`, for `requires_grad`."""
         self._groups: dict[str, HookWorld] = {}
         """This rank's place in each process group, by the name of torch's group."""
 
@@ -324,9 +327,13 @@ class ShardHook(Hook):
         """
         modules, group = sharded.modules(model), sharded.group_of(replicas)
         self._size = dist.get_world_size()
-        refused, summary = self._prepared(lambda: self._prepare(modules, group), optimizer, scaler)
-        stores, roster = self._meet(modules, group, summary, refused)
+        with self._registering():
+            refused, summary = self._prepared(
+                lambda: self._prepare(modules, group), optimizer, scaler
+            )
+            stores, roster = self._meet(modules, group, summary, refused)
         self._registered, self._loaded = True, None
+        self._frozen_shards = sharded.frozen(model)
         self._root = weakref.ref(model)
         self._begin(model, modules[0].device, group, stores, roster)
         for each in {id(m): m for m in (model, *(each.module for each in modules))}.values():
@@ -536,8 +543,10 @@ class ShardHook(Hook):
         root = model is self._root()
         if torch.is_grad_enabled() or (root and self._failed is not None):
             self.raise_failure()
-        if not root:
-            return
+        if not root or torch._C._current_graph_task_id() != -1:
+            return  # in a backward pass activation checkpointing computes the forward pass again
+        if torch.is_grad_enabled():
+            self._check_frozen()
         unfinished = "forward" if self._in_forward else "backward"
         if self._in_forward or sharded.in_backward(model):
             # FSDP skipped collectives, so the next ones would not match.
@@ -549,6 +558,32 @@ class ShardHook(Hook):
             raise error
         self._in_forward = True
         self._new_step()
+
+    def _check_frozen(self) -> None:
+        """Warn once about parameters that began to require a gradient after `register`.
+
+        Raises:
+            UsageError: nothing averages their gradients over the replicas.
+        """
+        names = [
+            name for name, parameter in self._frozen_shards if sharded.requires_grad(parameter)
+        ]
+        if not names:
+            return
+        text = (
+            f"{', '.join(names[:3])} did not require a gradient when the hook was registered and "
+            "does now"
+        )
+        remedy = "Set requires_grad first, then shard the module and register a new hook"
+        if any(module.between is not None for module in self._modules):
+            error = UsageError(
+                f"rank {dist.get_rank()}: {text}. Its gradient is not averaged over the replicas, "
+                f"which would differ. {remedy}"
+            )
+            self._fail(error)
+            raise error
+        self._frozen_shards = []
+        warnings.warn(f"{text}. Its gradient is not compressed. {remedy}", stacklevel=3)
 
     def _after_forward(self) -> None:
         self._in_forward = False

@@ -6,8 +6,8 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -291,6 +291,16 @@ class Hook:
         )
 
     # -- registration ------------------------------------------------------------------------------
+
+    @contextmanager
+    def _registering(self) -> Iterator[None]:
+        """Forget the optimizer and the scaler of a call of `register` that is refused."""
+        restore = self._rates.snapshot()
+        try:
+            yield
+        except BaseException:
+            restore()
+            raise
 
     def _prepared(
         self, prepare: Callable[[], Mapping[str, Tensor]], optimizer: Any, scaler: Any

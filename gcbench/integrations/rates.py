@@ -118,6 +118,18 @@ class Rates:
             raise UsageError(f"loss scale {scale!r}: expected a finite number above 0")
         return scale
 
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that restores the present sources, and stops observing later ones."""
+        sources, count = (self.optimizers, self.scaler, self._parameters), len(self._handles)
+
+        def restore() -> None:
+            self.optimizers, self.scaler, self._parameters = sources
+            for handle in self._handles[count:]:
+                handle.remove()
+            del self._handles[count:]
+
+        return restore
+
     def close(self) -> None:
         """Stop observing the optimizers' steps."""
         for handle in self._handles:

@@ -165,8 +165,7 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
     group = param_group.mesh_info.shard_process_group
     parameters, dtypes = [], []
     for each in trained:
-        prefix = prefixes.get(id(each._module_info.module), "")
-        full = ".".join(filter(None, [prefix, each._module_info.param_name]))
+        full = _full_name(each, prefixes)
         dim = each.fsdp_placement.dim
         parameters.append(Parameter.of(full, each._orig_size, dim, group.size()))
         holder = (
@@ -180,6 +179,15 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         *(param_group.device, parallel),
         tensors=tuple(each.sharded_param for each in trained),
     )
+
+
+def _full_name(parameter: Any, prefixes: Mapping[int, str]) -> str:
+    """Return the name in the model of a parameter, given as torch's private record of it.
+
+    `prefixes`: the names of the model's modules by id.
+    """
+    info = parameter._module_info
+    return ".".join(filter(None, [prefixes.get(id(info.module), ""), info.param_name]))
 
 
 def _groups(state: Any) -> list[Any]:
@@ -206,6 +214,26 @@ def gathering(model: nn.Module) -> list[tuple[Any, Any]]:
             if type(groups[0]._all_gather_comm).__name__ == "DefaultAllGather":
                 pairs.append((module, groups[0]))
     return pairs
+
+
+def frozen(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return name and torch's private record of sharded parameters without a gradient."""
+    from torch.distributed.fsdp import FSDPModule
+
+    prefixes = {id(module): prefix for prefix, module in model.named_modules()}
+    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    groups = [group for state in states for group in _groups(state)]
+    records = {id(each): each for group in groups for each in group.fsdp_params}.values()
+    return [(_full_name(each, prefixes), each) for each in records if not requires_grad(each)]
+
+
+def requires_grad(parameter: Any) -> bool:
+    """Return whether a parameter requires a gradient, given as torch's private record of it."""
+    if parameter.sharded_param.requires_grad:
+        return True
+    # While it is gathered, as after an evaluation, `model.parameters()` has another tensor.
+    gathered: bool = parameter.sharded_state.name == "UNSHARDED"
+    return gathered and bool(parameter._unsharded_param.requires_grad)
 
 
 def in_backward(model: nn.Module) -> bool:

@@ -36,7 +36,7 @@ class Element(NamedTuple):
 
     def table(self, device: torch.device) -> Tensor:
         """Return the magnitudes, float32."""
-        return torch.tensor(self.values, device=device)
+        return torch.tensor(self.values, dtype=torch.float32, device=device)
 
 
 _E4M3 = (c * 2.0**-9 if c < 8 else (8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(127))

@@ -85,7 +85,7 @@ def _table(chunks: tuple[Chunks, ...], inverse: bool) -> _Table:
     starts = itertools.accumulate((len(one) for one in packed), initial=0)
     places = dict(zip(sizes, starts, strict=False))
     rows = tuple((*one, places[one.height], places[one.width]) for one in chunks)
-    return _Table(rows, torch.cat([torch.empty(0), *packed]))
+    return _Table(rows, torch.cat([torch.empty(0, dtype=torch.float32), *packed]))
 
 
 # ---- the definitions -----------------------------------------------------------------------------

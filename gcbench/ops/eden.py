@@ -49,7 +49,8 @@ FAULTS = {
 def centroids(bits: int, device: torch.device) -> Tensor:
     """Return the 2^bits centroids in increasing order, float32."""
     positive = POSITIVE[bits - 1]
-    return torch.tensor([-c for c in reversed(positive)] + list(positive), device=device)
+    values = [-c for c in reversed(positive)] + list(positive)
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:

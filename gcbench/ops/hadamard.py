@@ -114,7 +114,11 @@ def _decode(words: Tensor, scales: Tensor, segments: Segments, name: str, out: T
     if codes.numel() and int(codes.amax()) > 2 * TOP:
         raise _fault(2, arguments)
     # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
-    values = codes.sub_(TOP).float().div_(torch.tensor(float(TOP), device=codes.device))
+    values = (
+        codes.sub_(TOP)
+        .float()
+        .div_(torch.tensor(float(TOP), dtype=torch.float32, device=codes.device))
+    )
     for which, rows in segments.views(values):
         if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
             raise _fault(3, arguments)

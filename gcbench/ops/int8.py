@@ -100,7 +100,7 @@ def _decode(
     if codes.numel() and int(codes.amin()) < -TOP:
         raise PayloadError(FAULTS[2])
     # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
-    values = codes.float().div_(torch.tensor(float(TOP), device=codes.device))
+    values = codes.float().div_(torch.tensor(float(TOP), dtype=torch.float32, device=codes.device))
     scale_(values, scales, segments)
     out.copy_(values if onto is None else onto + values * count)
 

@@ -128,7 +128,7 @@ def values(codes: Tensor, norms: Tensor, levels: int, segments: Segments) -> Ten
 
     `codes`: integers, shape (n,); `norms`: float32, shape (m,).
     """
-    divisor = torch.tensor(float(levels), device=codes.device)
+    divisor = torch.tensor(float(levels), dtype=torch.float32, device=codes.device)
     return scale_(codes.float().div_(divisor), norms, segments)
 
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -55,6 +56,17 @@ class Net(nn.Module):
         x = torch.relu(self.norm(self.conv(x))).flatten(1)
         x = torch.relu(self.hidden(x))
         return self.last(x + self.branch(x) if branch else x)
+
+
+class Zeros(nn.Module):
+    """A weight, and a bias that counts `factor` times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, factor: float) -> Tensor:
+        return self.weight.sum() + factor * self.bias.sum()
 
 
 def model() -> Net:
@@ -614,6 +626,75 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     result["state of other settings"] = refused(lambda: loaded(bucket_mb=3.0))
     result["state of another step"] = refused(lambda: loaded(step=rank))
     result["state of another format"] = refused(lambda: loaded(format=99))
+    return result
+
+
+@job
+def corrected(rank: int, size: int) -> dict[str, Any]:
+    """Register again after a refusal: of this rank's model, of another rank's, of a state."""
+    result: dict[str, Any] = {}
+    optimizers, before = [], comm_hook("onebit", **METHOD)
+    first = hooked(rank, before)
+    for name in ("all", "one", "state"):
+        hook = comm_hook("onebit", **METHOD)
+        if name == "state":
+            hook.load_state_dict(changed(before.state_dict(), rank=size))
+        wrong = wrapped(model())
+        optimizers.append(torch.optim.SGD(wrong.parameters(), lr=0.1))
+        if name == "all" or (name == "one" and rank == 1):
+            wrong.requires_grad_(False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        words = {"optimizer": optimizers[-1], "scaler": scaler}
+        result[f"{name}, refused"] = refused(partial(hook.register, wrong, **words))
+        if name == "state":
+            hook.load_state_dict({})
+        ddp = wrapped(model())
+        optimizer = sgd(ddp)
+        words["optimizer"] = optimizer
+        result[name] = refused(partial(hook.register, ddp, **words))
+        if not result[name]["text"]:
+            train(ddp, optimizer, range(STEPS), rank)
+        result[name] |= {
+            "equal": torch.equal(flat(ddp), first),
+            "observers": [len(o._optimizer_step_post_hooks) for o in (optimizers[-1], optimizer)],
+        }
+        hook.close()
+    return result
+
+
+@job
+def zeros(rank: int, size: int) -> dict[str, Any]:
+    """A bias whose gradient is 0 on rank 0 and -0 on the others; it has a lane of its own."""
+    net = Zeros()
+    ddp = wrapped(net, find_unused_parameters=True)
+    hook = comm_hook("int8", dense_below=9).register(ddp)
+    result = refused(lambda: ddp(-0.0 if rank else 0.0).backward())
+    hook.close()
+    return result | {"lanes": len(hook._plan.lanes), "gradient": net.bias.grad.tolist()}
+
+
+@job
+def default_dtype(rank: int, size: int) -> dict[str, Any]:
+    """Train a float32 model where torch's default dtype is bfloat16."""
+    result: dict[str, Any] = {}
+    batches = [batch(step, rank) for step in range(STEPS)]
+    for name in ("int8", "onebit", "powersgd"):
+        ends = []
+        for dtype in (torch.float32, torch.bfloat16):
+            ddp = wrapped(model())
+            optimizer, hook = sgd(ddp), comm_hook(name, **METHOD)
+            torch.set_default_dtype(dtype)
+            try:
+                hook.register(ddp)
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    cross_entropy(ddp(x), y).backward()
+                    optimizer.step()
+            finally:
+                torch.set_default_dtype(torch.float32)
+            ends.append(flat(ddp))
+            hook.close()
+        result[name] = torch.equal(*ends)
     return result
 
 

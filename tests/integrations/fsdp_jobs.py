@@ -10,6 +10,7 @@ import io
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import gcbench
 from gcbench.core import codec, registry, sealed
@@ -640,6 +642,12 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
         one.load_state_dict(changed(state, **changes))
         return one.register(sharded())
 
+    odd, half_of = hook("none"), sharded(mp_policy=half)
+    optimizer = sgd(half_of)
+    result["half again"] = refused(lambda: odd.register(half_of, optimizer=optimizer))
+    net = sharded()
+    result["corrected"] = refused(lambda: odd.register(net, optimizer=sgd(net)))
+    result["corrected"]["observers"] = len(optimizer._optimizer_step_post_hooks)
     result["state of another rank"] = refused(lambda: loaded(rank=size))
     result["state of other settings"] = refused(lambda: loaded(seed=3))
     result["state of another format"] = refused(lambda: loaded(format=99))
@@ -657,6 +665,64 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     row = torch.zeros(one._modules[0].layout.row)
     words = row.repeat(size), part, dist.ReduceOp.AVG
     result["another group"] = refused(lambda: one._modules[0](row, *words))
+    return result
+
+
+@job
+def checkpointed(rank: int, size: int) -> dict[str, Any]:
+    """Activation checkpointing: backward runs the forward pass of a part, or of all, again."""
+    result: dict[str, Any] = {}
+    for name in ("none", "part", "root", "root, reentrant"):
+        net = sharded()
+        hook = gcbench.shard_hook("onebit").register(net)
+        optimizer, forward = sgd(net), net.hidden.forward
+        again = partial(checkpoint, use_reentrant="reentrant" in name)
+        if name == "part":
+            net.hidden.forward = partial(again, forward)
+        call = partial(again, net) if "root" in name else net
+
+        def run(call: Any = call, optimizer: Any = optimizer) -> None:
+            for step in range(STEPS):
+                x, y = batch(step, rank)
+                optimizer.zero_grad()
+                cross_entropy(call(x.requires_grad_()).float(), y).backward()
+                optimizer.step()
+
+        result[name] = refused(run) | {"end": digest(ended(net)), "steps": hook.step}
+    return result
+
+
+@job
+def unfrozen(rank: int, size: int) -> dict[str, Any]:
+    """A module is frozen at `register` and unfrozen later: without replicas, it trains in fp32."""
+    net = model()
+    net.branch.requires_grad_(False)
+    sharded(net)
+    gcbench.shard_hook("int8").register(net)
+    train(net, range(1), rank)
+    with torch.no_grad():
+        net(batch(0, rank)[0])
+    net.branch.requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(net, range(2), rank)
+    return {"warned": [str(w.message) for w in caught if "branch" in str(w.message)]}
+
+
+@job
+def unfrozen_replicas(rank: int, size: int) -> dict[str, Any]:
+    """As `unfrozen`, with two replicas of two shards: no rank trains on."""
+    result: dict[str, Any] = {}
+    shards, replicas = grid(size)
+    for name in ("branch", "nothing"):
+        net = model()
+        net.branch.requires_grad_(False)
+        sharded(net, shards)
+        gcbench.shard_hook("int8").register(net, replicas=replicas)
+        train(net, range(1), rank)
+        if name == "branch":
+            net.branch.requires_grad_(True)
+        result[name] = refused(lambda net=net: train(net, range(2), rank))
     return result
 
 

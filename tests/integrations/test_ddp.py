@@ -181,6 +181,29 @@ def test_two_models_one_of_them_on_some_of_the_ranks():
     assert "equal" not in middle
 
 
+@pytest.mark.parametrize("case", ["all", "one", "state"])
+def test_a_hook_is_registered_after_a_refusal(case):
+    """With another optimizer and scaler: of the refused call nothing remains, on any rank."""
+    for result in of("corrected"):
+        assert result[f"{case}, refused"]["kind"] == "UsageError"
+        assert result[case]["text"] == ""
+        assert result[case]["observers"] == [0, 1]
+        assert result[case]["equal"]
+
+
+def test_zeros_of_either_sign_are_equal_means():
+    for result in of("zeros"):
+        assert result["text"] == ""
+        assert result["lanes"] == 2
+        assert result["gradient"] == [0.0] * 8
+
+
+@pytest.mark.parametrize("name", ["int8", "onebit", "powersgd"])
+def test_the_default_dtype_of_torch_changes_no_bit(name):
+    for result in of("default_dtype"):
+        assert result[name]
+
+
 REFUSED = {
     "no ddp": "Net: wrap the module",
     "sparse": "sparse=True.*sparse=False",

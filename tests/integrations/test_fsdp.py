@@ -33,7 +33,7 @@ COLLECTIVES = {n: gcbench.get_compressor(n).legal_collectives() for n in registr
 RULES = [n for n in COLLECTIVES if not gcbench.get_compressor(n).rule.plain]
 METHODS = [n for n, legal in COLLECTIVES.items() if "twoshot" in legal and n not in RULES]
 GRID = [
-    *("hybrid", "silent_replicas"),
+    *("hybrid", "silent_replicas", "unfrozen_replicas"),
     *(name for name in fsdp_jobs.JOBS if name.startswith("two_levels")),
 ]
 """Jobs of two replicas of two shards."""
@@ -351,6 +351,32 @@ def test_unsupported_uses_are_refused_on_every_rank(name):
         assert result[name]["kind"] == "UsageError"
         assert re.search(REFUSED[name], result[name]["text"])
         assert result[name]["seconds"] < 5
+
+
+def test_a_hook_is_registered_after_a_refusal_with_another_optimizer():
+    for result in of("refusals"):
+        assert result["half again"]["kind"] == "UsageError"
+        assert result["corrected"]["text"] == ""
+        assert result["corrected"]["observers"] == 0, "of the optimizer of the refused call"
+
+
+@pytest.mark.parametrize("name", ["part", "root", "root, reentrant"])
+def test_activation_checkpointing_changes_no_bit(name):
+    for result in of("checkpointed"):
+        assert result[name]["text"] == ""
+        assert result[name]["steps"] == fsdp_jobs.STEPS
+        assert result[name]["end"] == result["none"]["end"]
+
+
+def test_a_module_unfrozen_after_register_is_named():
+    """Without replicas once in a warning; with them every rank stops."""
+    for result in of("unfrozen"):
+        assert len(result["warned"]) == 1
+        assert "branch.weight" in result["warned"][0]
+    for result in of("unfrozen_replicas", 4):
+        assert result["branch"]["kind"] == "UsageError"
+        assert "branch.weight" in result["branch"]["text"]
+        assert result["nothing"]["text"] == ""
 
 
 @pytest.mark.parametrize("name", KINDS_REFUSED)
