@@ -26,12 +26,14 @@ from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.report import compare, suite_match
 from gcbench.results import reader
+from gcbench.results.suites import per_suite
 from gcbench.stats.intervals import half_interval
 from gcbench.training import suites
 
 RESULTS = Path(__file__).parent
 WIDTH = 100
-HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
+HOLDS, OPEN, FAILS = VERDICTS = ("holds", "cannot tell", "does not hold")
+"""From the best to the worst."""
 
 
 class Measured(NamedTuple):
@@ -45,6 +47,8 @@ class Measured(NamedTuple):
     """Decimals to print; None: three significant digits."""
     exact: bool = False
     """Whether the value is counted or computed, and so has no interval."""
+    diverged: int = 0
+    """Number of further seeds, whose runs diverged."""
 
     def __str__(self) -> str:
         """Return the value, and its limits where it has any: -1.48 [-2.00, -0.96]."""
@@ -59,8 +63,11 @@ class Measured(NamedTuple):
 def verdict(measured: Measured, at_least: float = -math.inf, at_most: float = math.inf) -> str:
     """Return the verdict on a claim that is true from `at_least` to `at_most`, both included.
 
-    A measurement without limits, of a single seed, decides nothing.
+    A measurement without limits, of a single seed, decides nothing. One with seeds that diverged
+    fails.
     """
+    if measured.diverged:
+        return FAILS
     low, high = measured.low, measured.high
     if measured.exact:
         low = high = measured.value
@@ -73,21 +80,23 @@ def verdict(measured: Measured, at_least: float = -math.inf, at_most: float = ma
 
 
 @cache
-def _runs() -> list[reader.Run]:
+def _runs() -> dict[str, list[reader.Run]]:
+    """Return the committed runs by suite, of the versions that this gcbench has."""
     faults: reader.Faults = []
     runs = reader.load(sorted((RESULTS / "reference").glob("*.parquet")), None, faults)
     if faults:
         raise UsageError(f"results/reference: {faults[0]}")
-    return runs
+    return per_suite(runs, {})
 
 
 @cache
 def _rows(suite: str, trials: bool) -> list[compare.ComparisonRow]:
     """Return the rows of a suite, from all committed files, as `gcbench compare` makes them."""
-    runs = [run for run in _runs() if run.is_trial == trials]
-    if trials:
-        return compare.rows([run for run in runs if run.suite.partition("/")[0] == suite])
-    beside = suite_match.beside(suites.load(suite), runs)
+    mine = _runs().get(suite, [])
+    if trials or not mine:
+        return compare.rows([run for run in mine if run.is_trial == trials])
+    labelled = [run for name, runs in _runs().items() if name for run in runs]
+    beside = suite_match.beside(suites.load(suite), labelled)
     rows = compare.rows(beside.runs, None, beside.suite.choices, (), beside.best)
     return beside.rows(rows, every=True)
 
@@ -117,45 +126,59 @@ def _difference(
     row: compare.ComparisonRow, other: compare.ComparisonRow | None, scale: float, digits: int
 ) -> Measured:
     """Return the mean paired difference from another row, by default from the row's baseline."""
+    failed = len(row.failed)
     if other is None:
         limits = [row.difference, row.difference_low, row.difference_high]
         value, low, high = (math.nan if one is None else scale * one for one in limits)
-        return Measured(value, low, high, row.pairs, digits)
+        return Measured(value, low, high, row.pairs, digits, diverged=failed)
     pairs = [row.values[seed] - other.values[seed] for seed in row.values if seed in other.values]
+    if failed and len(pairs) < 2:
+        return Measured(math.nan, n=len(pairs), diverged=failed)
     if len(pairs) < 2:
         raise UsageError(f"{row.method} and {other.method}: fewer than two seeds in common")
     mean, sd = statistics.fmean(pairs), statistics.stdev(pairs)
     examples = math.nan if row.examples is None else row.examples
     half = float(half_interval(sd, len(pairs), mean, examples))
-    return _around(mean, half, scale, len(pairs), digits)
+    return _around(mean, half, scale, len(pairs), digits)._replace(diverged=failed)
 
 
 def _around(mean: float, half: float, scale: float, n: int, digits: int) -> Measured:
     return Measured(scale * mean, scale * (mean - half), scale * (mean + half), n, digits)
 
 
-def of_row(spec: Mapping[str, Any]) -> Measured:
-    """Return the value of a row of a suite: points of accuracy, nats of loss, or a ratio.
+def of_rows(spec: Mapping[str, Any]) -> list[Measured]:
+    """Return the values of rows of a suite: points of accuracy, nats of loss, or ratios.
+
+    It is one value, or with `several` one for each compressed row; none if no row of the suite's
+    version is stored.
 
     Raises:
         UsageError: no row is what `where` selects, or several are.
     """
     rows = _rows(spec["suite"], spec.get("trials", False))
+    if not rows:
+        return []
     result = select(rows, spec["where"])
     other = None
     if "minus" in spec:
         (other,) = select(rows, spec["minus"])
-    percent = result[0].metric == "accuracy"
-    scale, digits = (100.0, 2) if percent else (1.0, 3)
-    if spec.get("several") == "worst":
-        worst = [
-            _difference(row, None, scale, digits) for row in result if row.difference is not None
-        ]
-        return min(worst, key=lambda one: one.low if percent else -one.high)
+    scale, digits = (100.0, 2) if result[0].metric == "accuracy" else (1.0, 3)
+    if spec.get("several"):
+        return [_difference(row, None, scale, digits) for row in result if not row.is_baseline]
     if len(result) > 1:
         names = "; ".join(row.method for row in result)
         raise UsageError(f"{text(dict(spec['where']))} selects {len(result)} rows: {names}")
-    (row,) = result
+    return [_of_row(spec, result[0], other, scale, digits)]
+
+
+def _of_row(
+    spec: Mapping[str, Any],
+    row: compare.ComparisonRow,
+    other: compare.ComparisonRow | None,
+    scale: float,
+    digits: int,
+) -> Measured:
+    """Return the quantity of a row that a value of claims.yaml stands for."""
     match spec.get("quantity", "difference"):
         case "difference":
             return _difference(row, other, scale, digits)
@@ -170,7 +193,8 @@ def of_row(spec: Mapping[str, Any]) -> Measured:
             if len(values) < 2:
                 return Measured(scale * mean, digits=digits)
             half = float(half_interval(statistics.stdev(values), len(values), mean, math.nan))
-            return _around(mean, half, scale, row.n, digits)
+            failed = len(row.failed)
+            return _around(mean, half, scale, row.n, digits)._replace(diverged=failed)
         case other_quantity:
             raise UsageError(f"quantity {other_quantity!r}: difference, ratio_up, ratio_down, mean")
 
@@ -192,9 +216,9 @@ def of_table(spec: Mapping[str, Any]) -> Measured:
     return Measured(*cells)._replace(exact=spec.get("exact", False), digits=spec.get("digits"))
 
 
-def value(spec: Mapping[str, Any]) -> Measured:
+def values(spec: Mapping[str, Any]) -> list[Measured]:
     """Return what a value of claims.yaml stands for."""
-    return of_row(spec) if "suite" in spec else of_table(spec)
+    return of_rows(spec) if "suite" in spec else [of_table(spec)]
 
 
 # ---- sentences -----------------------------------------------------------------------------------
@@ -207,16 +231,30 @@ def finding(entry: Mapping[str, Any]) -> str:
 
 def _filled(text: str, entry: Mapping[str, Any]) -> str:
     """Return a text with the values of its entry."""
-    values = {name: str(value(spec)) for name, spec in entry.get("values", {}).items()}
-    return " ".join(text.format(**values).split())
+    numbers = {}
+    for name, spec in entry.get("values", {}).items():
+        (one,) = values(spec)
+        numbers[name] = str(one)
+    return " ".join(text.format(**numbers).split())
 
 
 def judged(entry: Mapping[str, Any]) -> str:
     """Return the table row of a claim, with its verdict."""
-    measured = value(entry["value"])
-    count = f", n = {measured.n}" if measured.n > 1 else ""
-    here = f"{measured} {entry['unit']}{count}"
-    says = f"**{verdict(measured, **entry['holds_if'])}** {_filled(entry['at'], entry)}"
+    region = entry["holds_if"]
+
+    def badness(one: Measured) -> tuple[int, int, float]:
+        beyond = -one.low if "at_least" in region else one.high
+        return VERDICTS.index(verdict(one, **region)), one.diverged, beyond
+
+    measured = max(values(entry["value"]), key=badness, default=None)
+    if measured is None:
+        here, says = f"no rows of {suites.load(entry['value']['suite']).label()}", f"**{OPEN}**"
+    else:
+        count = f", n = {measured.n}" if measured.n > 1 else ""
+        here = f"{measured} {entry['unit']}{count}"
+        if measured.diverged:
+            here = f"{measured.diverged} of {measured.n + measured.diverged} seeds diverged"
+        says = f"**{verdict(measured, **region)}** {_filled(entry['at'], entry)}"
     return f"| {entry['source']} | {entry['claim']} | {here} | {says} |"
 
 

@@ -2,16 +2,17 @@
 
 A run counts if it was made for a suite, held examples out for validation, and evaluated the test
 split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the
-uncompressed row of equal budget, or diverged. It does not count while the trials that choose its
-learning rate, or that of the uncompressed row, are incomplete. The loss is the accuracy of `none`
-minus that of the method (or its test loss minus that of `none`), the mean over paired seeds with
-the 95 % interval of Student's t.
+uncompressed row of equal budget, or diverged. It does not count if the suite's trials chose other
+settings for the method, or while they have not chosen its learning rate or the settings of the
+uncompressed row. The loss is the accuracy of `none` minus that of the method (or its test loss
+minus that of `none`), the mean over paired seeds with the 95 % interval of Student's t.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +20,18 @@ from typing import NamedTuple
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import compare, suite_match
+from gcbench.report.compare import ComparisonRow
+from gcbench.report.suite_match import Beside
 from gcbench.results import reader
 from gcbench.results.reader import Run
-from gcbench.results.settings import TUNED_KEYS
+from gcbench.results.settings import METHOD_KEYS
 from gcbench.results.suites import per_suite
 from gcbench.training import suites
 
 LEAST_SEEDS = 3
 FITS, UNCLEAR, LOSES = "fits", "unclear", "loses too much"
+OPEN, REJECTED = "open", "rejected"
+"""What trials say about settings that do not count."""
 VERDICTS = (FITS, UNCLEAR, LOSES)
 """From the best to the worst."""
 
@@ -235,37 +240,46 @@ def _of_suite(
             selected.append(run)
     plain = name.partition("/")[0]
     suite = suites.load(plain) if plain in suites.names() else None
-    tuned = suite is not None and suite.tune is not None
-    rates: Mapping[str, str | None] = {}
+    beside, choices, preferred = None, frozenset[str](), frozenset[str]()
     if suite is not None:
-        shared = [run for other, group in groups.items() if other != name for run in group]
-        rates, members = _rates(suite, [*runs, *shared])
-        selected += [run for run in members if run.suite != name and run.config.get("holdout")]
-    rows = compare.rows(selected, choices=TUNED_KEYS if tuned else frozenset())
-    still_open = {row.method for row in rows if rates.get(row.runs[0].method) == "open"}
-    plain_open = any(row.method in still_open for row in rows if row.is_baseline)
+        choices = suite.choices
+        with suppress(UsageError):  # none of the runs is of an entry
+            beside = suite_match.beside(suite, [run for group in groups.values() for run in group])
+    if beside is not None:
+        preferred = beside.best
+        selected += [r for r in beside.runs if r.suite != name and r.config.get("holdout")]
+    rows = compare.rows(selected, choices=choices, preferred=preferred)
+    states = {id(row): _state(beside, row) for row in rows}
+    unknown = [row.context for row in rows if row.is_baseline and states[id(row)] == OPEN]
     for row in rows:
         if row.is_baseline or row.runs[0].suite != name:
             continue
-        if plain_open or row.method in still_open:
-            excluded["whose learning rates are not chosen yet"] += len(row.runs)
+        if row.context in unknown or states[id(row)] == OPEN:
+            excluded["whose settings trials have not chosen yet"] += len(row.runs)
+        elif states[id(row)] == REJECTED:
+            excluded["whose settings trials rejected"] += len(row.runs)
         elif not row.baseline_n:
             excluded["without an uncompressed row of equal budget"] += len(row.runs)
         elif row.pairs + len(row.failed) < LEAST_SEEDS:
             excluded[f"with fewer than {LEAST_SEEDS} seeds in common with `none`"] += len(row.runs)
         else:
-            yield Evidence(row, name, rates.get(row.runs[0].method))
+            yield Evidence(row, name, None if beside is None else beside.rate(row))
 
 
-def _rates(suite: suites.Suite, runs: Sequence[Run]) -> tuple[dict[str, str | None], Sequence[Run]]:
-    """Return how each method's learning rate was chosen, by `Run.method`, and the suite's runs.
+def _state(beside: Beside | None, row: ComparisonRow) -> str | None:
+    """Return whether trials rejected the settings of a row, or have not decided on them yet.
 
-    Runs that match no entry of the suite are left out.
+    While alternatives of a method are open, its row as published counts: better settings can only
+    make its loss smaller. So it does if trials chose an alternative that is another method, with
+    other fields or another memory. Of the uncompressed row every alternative must be decided.
     """
-    try:
-        beside = suite_match.beside(suite, runs)
-    except UsageError:
-        return {}, []
-    tuned = TUNED_KEYS if suite.tune is not None else frozenset()
-    rows = beside.rows(compare.rows(beside.runs, choices=tuned), every=True)
-    return {row.runs[0].method: row.rate for row in rows}, beside.runs
+    point = None if beside is None else beside.points.get(row.runs[0].method)
+    if beside is None or point is None or point.tune is None:
+        return None
+    choice = beside.choices.get((point.group, row.first.steps))
+    if beside.rate(row) == OPEN or (choice is None and (row.is_baseline or not point.as_published)):
+        return OPEN
+    if choice is None or choice.identity == point.identity:
+        return None
+    same = all(choice.resolved.get(k) == point.resolved.get(k) for k in METHOD_KEYS)
+    return REJECTED if same or not point.as_published else None

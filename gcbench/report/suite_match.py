@@ -30,8 +30,8 @@ class Beside:
     """The entries of the suite that have no run, of whatever budget."""
     tried: Mapping[str, Mapping[Trial, float]]
     """The results of the trials of each point, by `Point.identity`."""
-    choices: Mapping[tuple[str, int], str]
-    """The identity that trials chose, by `Point.group` and steps of the runs, where decided."""
+    choices: Mapping[tuple[str, int], Point]
+    """The alternative that trials chose, by `Point.group` and steps of the runs, where decided."""
     best: frozenset[str]
     """The tuned runs that count, by `Run.method`: those of the alternative that trials chose, or of
     all alternatives of a method while trials are missing."""
@@ -61,14 +61,18 @@ class Beside:
                     row,
                     published=point.published,
                     tier=None if bits is None else self.suite.tier(bits),
-                    rate=self._rate(row, point),
+                    rate=self.rate(row),
                 )
             )
         return ranked(result)
 
-    def _rate(self, row: ComparisonRow, point: Point) -> str | None:
-        """Return how the row's learning rate was chosen: see `ComparisonRow.rate`."""
-        if point.tune is None:
+    def rate(self, row: ComparisonRow) -> str | None:
+        """Return how the learning rate of a row was chosen: see `ComparisonRow.rate`.
+
+        None for a row of no entry, or of one whose rate the suite sets.
+        """
+        point = self.points.get(row.runs[0].method)
+        if point is None or point.tune is None:
             return None
         choice = point.tune.choose(self.tried[point.identity], row.first.steps)
         if choice.lr is None:
@@ -177,7 +181,7 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     choices = _choices(points.values(), tried, set(steps_of.values()))
     done = {(p.identity, steps_of[method]) for method, p in (matched | shared).items()}
     identities = {p.identity for p in (*matched.values(), *shared.values())}
-    chosen = {*choices.values()}
+    chosen = {point.identity for point in choices.values()}
     decided = {group for group, _ in choices}
     missing = [
         point
@@ -188,7 +192,7 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     best = set()
     for method, point in (matched | shared).items():
         steps = steps_of[method]
-        choice = choices.get((point.group, steps), point.identity)
+        choice = choices.get((point.group, steps), point).identity
         if point.tune is not None and (choice == point.identity or (choice, steps) not in done):
             best.add(method)
     matched_runs = [run for run in runs if run.method in matched]
@@ -204,10 +208,10 @@ def _chooses(point: Point, tried: Mapping[str, Mapping[Trial, float]], run: Run)
 
 def _choices(
     points: Iterable[Point], tried: Mapping[str, Mapping[Trial, float]], budgets: Iterable[int]
-) -> dict[tuple[str, int], str]:
-    """Return the identity that trials chose, by group and steps of the runs (`budgets`).
+) -> dict[tuple[str, int], Point]:
+    """Return the alternative that trials chose, by group and steps of the runs (`budgets`).
 
-    Groups without trials are their only point. Those that are not decided are left out.
+    A group without a rule is its only point. Groups that are not decided are left out.
     """
     groups: dict[str, list[Point]] = {}
     for point in points:
@@ -219,7 +223,7 @@ def _choices(
         if rules:
             best = decide_among(rules, [tried[point.identity] for point in group], steps).best
         if best is not None:
-            choices[name, steps] = group[best].identity
+            choices[name, steps] = group[best]
     return choices
 
 

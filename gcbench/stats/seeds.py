@@ -74,7 +74,8 @@ def _split(run: Run) -> str:
     """Return a key of the examples on which a run was evaluated."""
     options = run.summary.config.get("task_options")
     options_text = canonical(options) if options else ""
-    return f"{run.summary.task} {options_text} {run.is_trial}"
+    held_out = run.summary.config.get("holdout") if run.is_trial else None
+    return f"{run.summary.task} {options_text} {run.is_trial} {held_out}"
 
 
 def _final(run: Run, metric: str) -> float | None:

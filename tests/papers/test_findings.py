@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +48,7 @@ def table(folder, rows):
 def test_a_value_is_one_cell(findings, tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "RESULTS", tmp_path)
     spec = table(tmp_path, [{"method": "fft", "value": 2}, {"method": "fft:theta=0", "value": 3}])
-    assert findings.value(spec).value == 2
+    assert [one.value for one in findings.values(spec)] == [2]
 
 
 @pytest.mark.parametrize("methods", [[], ["fft", "fft"], ["terngrad"]])
@@ -57,7 +58,7 @@ def test_a_value_that_selects_another_number_of_rows_is_refused(
     monkeypatch.setattr(findings, "RESULTS", tmp_path)
     spec = table(tmp_path, [{"method": name, "value": 2} for name in methods])
     with pytest.raises(UsageError, match=r"a\.json"):
-        findings.value(spec)
+        findings.values(spec)
 
 
 @pytest.mark.parametrize(("exact", "expected"), [(True, "does not hold"), (False, "cannot tell")])
@@ -70,23 +71,59 @@ def test_a_value_without_limits_decides_only_if_it_is_exact(
     assert f"**{expected}**" in findings.judged(entry | {"holds_if": {"at_least": 21.3}})
 
 
-def test_the_worst_of_several_rows_may_be_one_without_a_difference(findings, monkeypatch):
-    """The baseline itself has no difference and is left out; one of exactly 0 is not."""
-    limits = {"difference_low": -1.0, "difference_high": 1.0, "pairs": 3, "metric": "accuracy"}
-    rows = [
-        SimpleNamespace(method="none", difference=None, **limits),
-        SimpleNamespace(method="a", difference=0.0, **limits),
-        SimpleNamespace(method="b", difference=0.5, **limits | {"difference_low": 0.4}),
-    ]
-    monkeypatch.setattr(findings, "_rows", lambda suite, trials: rows)
-    spec = {"suite": "s", "where": {}, "several": "worst"}
-    assert findings.of_row(spec).value == 0.0
-    with pytest.raises(UsageError, match="3 rows"):
-        findings.of_row(spec | {"several": None})
+def line(method, low=None, high=None, failed=()):
+    difference = None if low is None else (low + high) / 2
+    limits = {"difference": difference, "difference_low": low, "difference_high": high}
+    shown = {"method": method, "is_baseline": method == "none", "metric": "accuracy", "pairs": 3}
+    return SimpleNamespace(**limits, **shown, failed=failed)
+
+
+SPEC = {"suite": "main", "where": {}, "several": True}
+ENTRY = {"source": "a", "claim": "b", "at": "c", "unit": "d", "value": SPEC}
+BROAD, FAILING, FINE = line("a", -0.02, 0.02), line("b", -0.012, -0.010), line("c", 0.0, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("rows", "here", "expected"),
+    [
+        ([FINE], "0.50 [0.00, 1.00] d, n = 3", "holds"),
+        ([FINE, BROAD], "0.00 [-2.00, 2.00] d, n = 3", "cannot tell"),
+        ([BROAD, FAILING, FINE], "-1.10 [-1.20, -1.00] d, n = 3", "does not hold"),
+        ([FAILING, line("e", 0.0, 0.01, (4,))], "1 of 4 seeds diverged", "does not hold"),
+        ([FINE, line("e", failed=(0, 1, 2))], "3 of 6 seeds diverged", "does not hold"),
+        ([], "no rows of main/", "cannot tell"),
+    ],
+)
+def test_the_worst_verdict_of_several_rows_counts(findings, monkeypatch, rows, here, expected):
+    """The baseline has no difference and is left out."""
+    stored = [line("none"), *rows] if rows else []
+    monkeypatch.setattr(findings, "_rows", lambda suite, trials: stored)
+    shown = findings.judged(ENTRY | {"holds_if": {"at_least": -0.5}})
+    assert f"| {here}" in shown
+    assert f"**{expected}**" in shown
+
+
+def test_a_value_is_of_one_row(findings, monkeypatch):
+    monkeypatch.setattr(findings, "_rows", lambda suite, trials: [FINE, BROAD])
+    with pytest.raises(UsageError, match="2 rows"):
+        findings.of_rows(SPEC | {"several": False})
+
+
+def test_rows_of_another_version_decide_no_claim(findings, monkeypatch, tmp_path):
+    main, label = findings.suites.load("main"), "main/1"
+    runs = [replace(run, suite=label) for run in findings._runs()["main"]]
+    assert len(runs) > 100
+    monkeypatch.setattr(findings.reader, "load", lambda *_: runs)
+    findings._runs.cache_clear()
+    assert findings._rows("main", False) == findings._rows("main", True) == []
+    runs[:] = [replace(run, suite=main.label()) for run in runs]
+    findings._runs.cache_clear()
+    findings._rows.cache_clear()
+    assert any(row.rate == "tuned" for row in findings._rows("main", False)), "trials are read"
 
 
 def test_a_paired_difference_has_the_interval_of_its_seeds(findings):
-    row = SimpleNamespace(method="a", values={0: 0.5, 1: 0.7, 2: 0.6}, examples=None)
+    row = SimpleNamespace(method="a", values={0: 0.5, 1: 0.7, 2: 0.6}, examples=None, failed=())
     other = SimpleNamespace(method="b", values={0: 0.4, 1: 0.5, 2: 0.3, 3: 0.0})
     result = findings._difference(row, other, 100.0, 2)
     half = 4.302653 * 0.1 / math.sqrt(3)  # t of 2 degrees of freedom; differences .1, .2, .3

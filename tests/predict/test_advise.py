@@ -19,7 +19,7 @@ from torch import nn
 
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
-from gcbench.predict import advice, costs, measuring, networks, traffic
+from gcbench.predict import advice, costs, evidence, measuring, networks, traffic
 from gcbench.report.analysis import load
 from gcbench.results import rows
 from gcbench.training import suites
@@ -248,41 +248,70 @@ def test_committed_rows_below_the_folder_are_read(tmp_path: Path, monkeypatch) -
     }
 
 
-def test_the_evidence_states_how_the_rate_was_chosen(tmp_path: Path) -> None:
-    """A run of an entry at the best rate of its trials, and one at another."""
-    points = {
-        point.config.compressor: point
-        for point in suites.load("main").points()
-        if point.config.compressor in ("none", "bf16") and point.config.seed == 0
+def of_point(point: suites.Point, seed: int, lr: float, accuracy: float, *, trial=False) -> Any:
+    """Return a run, or a trial, of an entry of a suite."""
+    config = point.config.model_dump(mode="json") | {"seed": seed, "lr": lr, "test": not trial}
+    budget = {"task": "cifar10", "workers": 4, "steps": 2000, "batch": 128}
+    one = run(point.config.compressor, seed, None if trial else accuracy, **budget)
+    one |= {"compressor": registry.call(point.config.make_compressor())}
+    one |= {"validation_accuracy": accuracy, "validation_loss": 1.0}
+    one["config"] = config | {"collective": one["collective"]}
+    return one
+
+
+def trials_of(point: suites.Point, best: float) -> list[Any]:
+    """Return the trials of an entry; the middle one of three rates reaches `best`."""
+    rule = point.tune
+    return [
+        of_point(point, rule.seed, lr, best - 0.1 * (lr != rule.start[1]), trial=True)
+        for lr in rule.start
+    ]
+
+
+def entries(*names: str) -> dict[tuple[str, float], suites.Point]:
+    """Return entries of main by compressor and momentum, of the momenta with and without."""
+    return {
+        (point.config.compressor, point.config.momentum): point
+        for point in suites.load("main").points({"seed": [0]})
+        if point.config.compressor in names and point.settings.keys() <= {"compressor", "momentum"}
     }
 
-    def make(name: str, seed: int, lr: float, **over: Any) -> Any:
-        config = {**points[name].config.model_dump(mode="json"), "seed": seed, "lr": lr}
-        one = run(name, seed, 0.7, task="cifar10", workers=4, steps=2000, batch=128)
-        one["config"] = {**config, "collective": one["collective"]} | over
-        return one
 
-    rule = points["none"].tune
-    trials = []
-    for name in points:
-        for lr in rule.start:
-            trial = make(name, rule.seed, lr, test=False)
-            trial |= {"seed": rule.seed, "test_accuracy": None}
-            result = 0.5 + 0.1 * (lr == rule.start[1])
-            trial |= {"validation_accuracy": result, "validation_loss": 1.0}
-            trials.append(trial)
-    for lr, expected in [(rule.start[1], "tuned"), (rule.start[2], "untuned")]:
-        runs = [make("none", seed, rule.start[1]) for seed in range(3)]
-        runs += [make("bf16", seed, lr) for seed in range(3)]
-        path = write(tmp_path / "r.parquet", [*trials, *runs])
-        result = advise(tmp_path, "--runs", path, "--compressor", "bf16")
-        (row,) = result["tables"][1]["rows"]
-        assert (row["rate"], row["network"], row["lost"]) == (expected, "cifarnet", 0.0)
+def test_the_evidence_states_how_the_rate_was_chosen(tmp_path: Path) -> None:
+    """A run of an entry at the best rate of its trials, and one at another."""
+    points = entries("none", "bf16")
+    trials = [one for key, p in points.items() for one in trials_of(p, 0.5 + 0.1 * (key[1] > 0))]
+    none, bf16 = points["none", 0.9], points["bf16", 0.9]
+    runs = [of_point(none, seed, none.tune.start[1], 0.7) for seed in range(3)]
+    for lr, expected in zip(bf16.tune.start[1:], ("tuned", "untuned"), strict=True):
+        method = [of_point(bf16, seed, lr, 0.7) for seed in range(3)]
+        (one,) = evidence.gather([write(tmp_path / "r.parquet", [*trials, *runs, *method])]).rows
+        assert (one.rate, one.lost[0]) == (expected, 0.0)
     fewer = [t for t in trials if (t["compressor_name"], t["config"]["lr"]) != ("none", 0.1)]
-    path = write(tmp_path / "r.parquet", [*fewer, *runs])  # a trial is missing: no evidence
-    result = advise(tmp_path, "--runs", path, "--compressor", "bf16")
-    assert result["tables"][1]["rows"] == []
-    assert "3 whose learning rates are not chosen yet" in result["conclusions"][0]
+    found = evidence.gather([write(tmp_path / "r.parquet", [*fewer, *runs, *method])])
+    assert not found.rows, "a trial of `none` is missing"
+    assert found.excluded["whose settings trials have not chosen yet"] == 3
+
+
+@pytest.mark.parametrize(
+    ("trials", "counting"),
+    [
+        ({("bf16", 0.9): 0.6, ("bf16", 0.0): 0.5}, [0.9]),
+        ({("bf16", 0.9): 0.5, ("bf16", 0.0): 0.6}, [0.0]),
+        ({("bf16", 0.9): 0.6}, [0.9]),  # undecided: as published
+        ({("bf16", 0.0): 0.6}, []),
+    ],
+)
+def test_settings_that_trials_rejected_are_no_evidence(tmp_path: Path, trials, counting) -> None:
+    points = entries("none", "bf16")
+    tried = {("none", 0.9): 0.6, ("none", 0.0): 0.5, **trials}
+    stored = [one for key, best in tried.items() for one in trials_of(points[key], best)]
+    for point in points.values():
+        stored += [of_point(point, seed, point.tune.start[1], 0.7) for seed in range(3)]
+    found = evidence.gather([write(tmp_path / "r.parquet", stored)])
+    assert [one.row.runs[0].config["momentum"] for one in found.rows] == counting
+    left = sum(n for reason, n in found.excluded.items() if "settings trials" in reason)
+    assert left == 3 * (2 - len(counting))
 
 
 def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
@@ -293,18 +322,17 @@ def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
         table = []
         for point in result.points({"seed": [0]}):
             options = point.config.options.get("clip", 2.5)
-            other = point.settings.get("dense_last") or point.settings.get("momentum") == 0
-            if (point.config.compressor, options) not in wanted or other:
+            if (point.config.compressor, options) not in wanted or point.settings.get("dense_last"):
                 continue
-            for lr, seed in [
-                *((lr, 100) for lr in point.tune.start),
-                *((0.03, s) for s in range(3)),
-            ]:
+            rejected = point.settings.get("momentum") == 0
+            finals = () if rejected else range(3)
+            for lr, seed in [*((lr, 100) for lr in point.tune.start), *((0.03, s) for s in finals)]:
                 config = point.config.model_dump(mode="json") | {"seed": seed, "lr": lr}
                 trial = seed == 100
                 one = run(point.config.compressor, seed, None if trial else 0.7, task="cifar10")
                 one |= {"compressor": registry.call(point.config.make_compressor()), "steps": 2000}
-                one |= {"validation_accuracy": 0.5 + (lr == 0.03), "validation_loss": 1.0}
+                quality = 0.5 - 0.2 * rejected + 0.1 * (lr == point.tune.start[1])
+                one |= {"validation_accuracy": quality, "validation_loss": 1.0}
                 one |= {"batch": 128, "workers": 4}
                 one["config"] = config | {"test": not trial, "collective": one["collective"]}
                 one["config_hash"] = f"{suite} {len(table)}"
@@ -314,7 +342,7 @@ def test_suites_share_runs_and_each_is_evidence_once(tmp_path: Path) -> None:
     path = tmp_path / "both.parquet"
     main = rows_of("main", {("none", 2.5), ("terngrad", 2.5)})
     ablation = rows_of("terngrad-ablation", {("terngrad", 2.0)})
-    assert (len(main), len(ablation)) == (12, 6)
+    assert (len(main), len(ablation)) == (18, 6)
     rows.write(path, [*main, *ablation])
     words = ("--runs", path, "--compressor", "terngrad,terngrad:clip=2")
     seen = advise(tmp_path, *words)["tables"][1]["rows"]

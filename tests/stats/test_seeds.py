@@ -287,3 +287,10 @@ def test_the_size_of_a_test_set_is_recorded_or_seen(tmp_path: Path) -> None:
     assert list(seeds.examples(load([write(tmp_path / "b", *seen)])).values()) == [360]
     seen[0]["test_accuracy"] = math.pi / 4
     assert math.isnan(*seeds.examples(load([write(tmp_path / "c", *seen)])).values())
+
+
+def test_trials_have_as_many_examples_as_they_held_out(tmp_path: Path) -> None:
+    trials = [summary(f"x{holdout}", 0, None) for holdout in (500, 5000)]
+    for trial, holdout in zip(trials, (500, 5000), strict=True):
+        trial["config"] |= {"holdout": holdout, "test": False}
+    assert sorted(seeds.examples(load([write(tmp_path, *trials)])).values()) == [500, 5000]
