@@ -22,10 +22,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 IMPORTS = (
     "torch torch.distributed.run pandas pyarrow.parquet matplotlib.pyplot scipy.stats "
-    "sklearn.datasets rich.table typer.completion pydantic numpy "
+    "seaborn jinja2 rich.table typer.completion pydantic numpy "
     "torch._dynamo gcbench.integrations.ddp gcbench.cli gcbench.checks.verify "
     "gcbench.training.train gcbench.training.runner "
-    "gcbench.report.compare gcbench.report.listings gcbench.report.run_plots"
+    "gcbench.report.compare gcbench.report.listings gcbench.report.run_plots "
+    "gcbench.report.page gcbench.predict.advice"
 )
 CLIENT = """#!{python} -SEs
 import json, os, socket, sys
@@ -41,7 +42,13 @@ PROGRAMS = {"gcbench": "gcbench", "python": "", "torchrun": "torch.distributed.r
 
 
 class Programs:
-    """A folder of programs, for PATH, and the server behind them; `with` ends the server."""
+    """A folder of programs, for PATH, and the server behind them; `with` ends the server.
+
+    `imports`: the modules that the server imports, in `environment` beside this process's own.
+    """
+
+    def __init__(self, imports: str = IMPORTS, **environment: str) -> None:
+        self.imports, self.environment = imports, environment
 
     def __enter__(self) -> Programs:
         self._scratch = tempfile.TemporaryDirectory()
@@ -52,10 +59,10 @@ class Programs:
             text = CLIENT.format(python=sys.executable, address=address, program=program)
             path.write_text(text)
             path.chmod(0o755)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+        environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg", **self.environment}
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, address],
-            env=environment,
+            [sys.executable, "-W", "ignore", __file__, address, self.imports],
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -148,9 +155,10 @@ def _serve(address: str) -> None:
 if __name__ == "__main__":
     import commands
 
-    for name in IMPORTS.split():
+    for name in sys.argv[2].split():
         __import__(name)
-    # As `commands.invoke` does: a verification searches few inputs.
-    sys.modules["gcbench.checks.verify"].effort_for = commands.brief  # type: ignore[attr-defined]
+    if verify := sys.modules.get("gcbench.checks.verify"):
+        # As `commands.invoke` does: a verification searches few inputs.
+        verify.effort_for = commands.brief  # type: ignore[attr-defined]
     gc.freeze()  # a fork's collector would copy every page
     _serve(sys.argv[1])

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 IMPORTS = (
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
     *("torch.distributed.tensor.parallel", "gcbench.integrations.ddp", "gcbench.integrations.fsdp"),
-    *("gcbench.training.engines", "sklearn.datasets"),
+    "gcbench.training.engines",
 )
 
 

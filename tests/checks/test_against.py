@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from commands import invoke
 from wrong_methods import INT8, TOPK
 
-from gcbench.checks import against, cases
+from gcbench.checks import against, cases, properties, verify
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 
@@ -120,7 +121,10 @@ def test_a_file_that_is_no_reference_is_refused(text, named, tmp_path):
         against.load(tmp_path / "r.py")
 
 
-def test_verify_has_the_rows_of_the_reference(tmp_path):
+def test_verify_has_the_rows_of_the_reference(tmp_path, monkeypatch):
+    search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
+    monkeypatch.setattr(verify, "Search", lambda method, effort: search)
+    monkeypatch.setattr(properties, "CHECKS", {})
     (tmp_path / "r.py").write_text(NONE)
     words = ("verify", "none", "--no-processes", "--against", tmp_path / "r.py", "--json")
     short = cases.Effort(every=50, long=0, many=0, million=0, steps=1)

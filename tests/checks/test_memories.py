@@ -368,11 +368,6 @@ def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, cls):
     assert not exchanges.updates(Method()).holds
 
 
-@pytest.mark.parametrize("base", ["onebitadam", "dlion"])
-def test_the_rules_they_are_derived_from_are_right(base):
-    assert exchanges.updates(registry.compressor(base)).holds
-
-
 @pytest.mark.parametrize(
     ("cls", "check"),
     [

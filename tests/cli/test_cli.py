@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,13 +359,24 @@ def test_a_checkpoint_survives_a_disk_that_fills_later(run, tmp_path):
 # -- damaged folders -------------------------------------------------------------------------------
 
 
-def interrupted(run, tmp_path) -> Path:
+LONGER = ("--steps", 80, "--log-every", 1)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory) -> Path:
     """Make a run that failed and left a checkpoint; return its folder."""
+    results = tmp_path_factory.mktemp("failed")
     with files_of_at_most(13_500):
-        run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
-    (folder,) = tmp_path.iterdir()
+        invoke("run", *QUICK, "--results", results, *LONGER, "--checkpoint-seconds", 0)
+    (folder,) = results.iterdir()
     assert (folder / "checkpoint.pt").exists()
     return folder
+
+
+@pytest.fixture
+def interrupted(failed, tmp_path) -> Path:
+    """Return a copy of the failed run among the results of `run`."""
+    return Path(shutil.copytree(failed, tmp_path / failed.name))
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"12"])
@@ -378,26 +391,22 @@ def test_a_corrupt_summary(run, tmp_path, text):
 
 @pytest.mark.parametrize("name", ["checkpoint.pt", "config.json", "provenance.json"])
 @pytest.mark.parametrize("damage", ["cut", "noise"])
-def test_a_damaged_interrupted_run(run, tmp_path, name, damage):
-    folder = interrupted(run, tmp_path)
-    path = folder / name
+def test_a_damaged_interrupted_run(run, interrupted, tmp_path, name, damage):
+    path = interrupted / name
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"\x80\x04noise")
-    steps = ("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
     if name == "checkpoint.pt":  # the one before it serves, unless it is damaged, too
-        (folder / "checkpoint.previous.pt").write_bytes(b"")
+        (interrupted / "checkpoint.previous.pt").write_bytes(b"")
     before = content(tmp_path)
-    refused(run(*steps), 1, str(path), "cannot be read", "with --force")
+    refused(run(*LONGER), 1, str(path), "cannot be read", "with --force")
     assert content(tmp_path) == before
-    assert run(*steps, "--force").code == 0
+    assert run(*LONGER, "--force").code == 0
 
 
 @pytest.mark.parametrize("state", [{}, {"step": 3, "parameters": [], "ema": []}])
-def test_a_checkpoint_of_something_else(run, tmp_path, state):
-    folder = interrupted(run, tmp_path)
-    Run(folder).save(state)
-    done = run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
-    refused(done, 1, "does not match this run", "--force")
+def test_a_checkpoint_of_something_else(run, interrupted, state):
+    Run(interrupted).save(state)
+    refused(run(*LONGER), 1, "does not match this run", "--force")
 
 
 def test_a_folder_that_another_process_writes(run, tmp_path):
@@ -417,13 +426,11 @@ def test_the_file_of_a_lock_holds_nobody(run, tmp_path):
     assert run("--force").code == 0
 
 
-def test_a_run_that_was_cut_in_the_middle_of_a_line(run, tmp_path):
-    folder = interrupted(run, tmp_path)
-    with (folder / "metrics.jsonl").open("ab") as file:
+def test_a_run_that_was_cut_in_the_middle_of_a_line(run, interrupted):
+    with (interrupted / "metrics.jsonl").open("ab") as file:
         file.write(b'{"kind": "train", "st\xff')
-    done = run("--steps", 80, "--log-every", 1, "--checkpoint-seconds", 0)
-    assert done.code == 0
-    assert [r["step"] for r in Run(folder).records() if "lr" in r] == list(range(1, 81))
+    assert run(*LONGER).code == 0
+    assert [r["step"] for r in Run(interrupted).records() if "lr" in r] == list(range(1, 81))
 
 
 def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
@@ -442,7 +449,9 @@ def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
 # -- verify ----------------------------------------------------------------------------------------
 
 
-def test_verify_prints_a_table_and_its_exit_code_is_the_verdict():
+def test_verify_prints_a_table_and_its_exit_code_is_the_verdict(monkeypatch):
+    for name in ("searched", "listed", "_memory_rows"):  # once for both formats
+        monkeypatch.setattr(verify, name, functools.cache(getattr(verify, name)))
     done = invoke("verify", "none", "--no-processes", "--details")
     assert done.code == 0
     for word in ("check", "measured", "bound", "verdict", "corrupt payloads", "holds"):
@@ -476,6 +485,7 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     monkeypatch.setattr(properties, "CHECKS", choices)
     search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
     monkeypatch.setattr(verify, "Search", lambda method, effort: search)
+    monkeypatch.setattr(verify, "_memory_rows", lambda method, carried: [])
     texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1
     words = ("verify", name, "--no-processes")

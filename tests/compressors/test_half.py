@@ -131,7 +131,8 @@ def test_gaussian_error_is_the_analytic_one(name, scale):
 def test_error_bound_holds_and_is_reached(name, worst):
     """Per element over the whole range of float32; ties, denormals and clipping reach it."""
     method = gcbench.get_compressor(name)
-    for x in torch.cat([spread(-149, 128), spread(-30, 20), torch.tensor(worst)]).split(1):
+    values = torch.cat([spread(-149, 128, 1000), spread(-30, 20, 1000), torch.tensor(worst)])
+    for x in values.split(1):
         error = float((x.double() - round_trip(name, x).double()).square())
         assert error <= method.claims.error_bound(x, Context(one(1))) <= float(x.double().square())
     for value in worst:

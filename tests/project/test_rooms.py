@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -40,8 +41,9 @@ def modules() -> dict[str, Path]:
     return result
 
 
-def imported(path: Path, package: dict[str, Path]) -> Iterator[tuple[str, bool]]:
-    """Yield the modules of gcbench that a file imports, and whether it does so when it is read.
+@cache
+def imports(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Return the import statements of a file, and whether each runs when the file is imported.
 
     Imports for type checkers alone are left out: they are not made.
     """
@@ -52,19 +54,24 @@ def imported(path: Path, package: dict[str, Path]) -> Iterator[tuple[str, bool]]
             late |= set(ast.walk(node))
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             never |= set(ast.walk(node))
-    for node in ast.walk(tree):
-        if node in never:
-            continue
+    return [
+        (node, node not in late)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and node not in never
+    ]
+
+
+def imported(path: Path, package: dict[str, Path]) -> Iterator[tuple[str, bool]]:
+    """Yield the modules of gcbench that a file imports, and whether it does so at once."""
+    for node, at_once in imports(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            full = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in package else node.module for name in full]
         else:
-            continue
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in package else (node.module or "") for name in full]
         for name in names:
             if name.partition(".")[0] == "gcbench":
-                yield name, node not in late
+                yield name, at_once
 
 
 def room(module: str) -> str:

@@ -560,12 +560,12 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def run(photos: Path, tmp_path_factory) -> Callable[..., Any]:
-    """Return a function that trains a network for three steps: the folder of the run."""
+    """Return a function that trains a network for two steps: the folder of the run."""
 
     @cache
     def created(network: str, *words: object) -> Path:
         results = tmp_path_factory.mktemp("runs")
-        command = ("run", "--task", "imagenet", "--network", network, *QUICK, "--steps", 3)
+        command = ("run", "--task", "imagenet", "--network", network, *QUICK, "--steps", 2)
         options = ("--log-every", 1, "--threads", 1, "--json", "--progress", "none")
         where = ("--data-dir", photos, "--results", results)
         summary = invoke(*command, *options, *where, *words).json

@@ -122,6 +122,14 @@ def meet(member):
     return result
 
 
+def add_rows(member, path, summary):
+    """Add five rows to a file, as all other workers do."""
+    from gcbench.results import rows
+
+    for i in range(5):
+        rows.add(Path(path), {**summary, "config_hash": f"{member.rank}-{i}"})
+
+
 def flip_a_bit(step, rank, bucket):
     """Flip the highest bit of a mantissa of worker 1, once, as a faulty memory does."""
     if (step, rank) != (3, 1):

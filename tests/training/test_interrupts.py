@@ -11,6 +11,9 @@ import time
 import pytest
 from commands import end, invoke, members, start, wait_for
 
+from gcbench.core.errors import Interrupted
+from gcbench.training import launch
+
 
 def test_ctrl_c_is_one_line(monkeypatch):
     def interrupted():
@@ -37,25 +40,24 @@ def test_the_handler_is_set_before_anything_is_imported(before, after):
     assert {*modules} == {"__future__", "gcbench", "gcbench._version", "gcbench.__main__"}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("verify", "none", "--progress", "none"), "gcbench: stopped by the user\n"),
-        (
-            ("bandwidth", "--compressor", "none", "--sizes", "4K"),
-            "\nmeasurements are saved; repeat the command to continue\n"
-            "gcbench: stopped by the user\n",
-        ),
-    ],
-)
-def test_ctrl_c_while_processes_still_import(tmp_path, words, message):
-    """The terminal tells all of them; a peer of one that dies then would wait for 30 seconds."""
-    results = () if words[0] == "verify" else ("--results", tmp_path)
-    process = start(*words, *results)
+def test_an_interrupted_verification_is_one_line(monkeypatch):
+    def interrupted(*words):
+        raise Interrupted("stopped by the user")
+
+    monkeypatch.setattr(launch, "in_processes", interrupted)
+    done = invoke("verify", "none", "--progress", "none")
+    assert done == (130, "", "gcbench: stopped by the user\n")
+
+
+def test_ctrl_c_while_processes_still_import(tmp_path):
+    """The terminal signals all of them; a peer of one that dies then would wait for 30 seconds."""
+    words = ("bandwidth", "--compressor", "none", "--sizes", "4K", "--results", tmp_path)
+    process = start(*words)
     wait_for(lambda: len(members(process.pid)) >= 3, process)
     asked = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     done = end(process)
-    assert (done.code, done.out, done.err) == (130, "", message)
+    message = "\nmeasurements are saved; repeat the command to continue\n"
+    assert done == (130, "", message + "gcbench: stopped by the user\n")
     assert time.monotonic() - asked < 25
     wait_for(lambda: not members(process.pid))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import shutil
 from pathlib import Path
 
+import crew
 import pytest
 import torch
 from commands import ROOT, invoke
@@ -20,7 +20,7 @@ from gcbench.report import compare, suite_match
 from gcbench.results import rows, settings, update_rule
 from gcbench.results.reader import load
 from gcbench.stats import intervals
-from gcbench.training import suites
+from gcbench.training import launch, suites
 from gcbench.training.configuration import Config, command
 from gcbench.training.store import Run
 from gcbench.training.suites.tuning import Trial, Tune, quality
@@ -645,16 +645,10 @@ def test_files_that_hold_no_rows(tmp_path):
     assert rows.read(tmp_path / "missing.parquet") == []
 
 
-def _add(words: tuple[str, int]) -> None:
-    path, number = words
-    for i in range(5):
-        rows.add(Path(path), {**SUMMARY, "config_hash": f"{number}-{i}"})
-
-
-def test_processes_that_add_at_once_lose_nothing(tmp_path):
+def test_processes_that_add_at_once_lose_nothing(zygote, tmp_path):
     file = tmp_path / "rows.parquet"
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        pool.map(_add, [(str(file), number) for number in range(2)])
+    with zygote.patched():
+        launch.in_processes(2, 1, crew.add_rows, [str(file), SUMMARY])
     assert len(rows.read(file)) == 10
 
 
