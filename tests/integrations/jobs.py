@@ -31,14 +31,15 @@ def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[
     The module has `method(rank, size, name)`, which is run for each of `methods`, and `JOBS`,
     functions of rank and size by their names.
     """
-    faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
     engines.join(member, "cpu", 1)
     warnings.simplefilter("error")
     jobs_module, rank, size = importlib.import_module(module), member.rank, member.size
     result: dict[str, Any] = {}
     for name in methods:
+        faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
         result[name] = jobs_module.method(rank, size, name)
     for name in jobs:
+        faulthandler.dump_traceback_later(120, exit=True)
         began = time.perf_counter()
         result[name] = jobs_module.JOBS[name](rank, size)
         result[name]["seconds"] = time.perf_counter() - began
