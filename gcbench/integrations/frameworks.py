@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
+from gcbench.core.world import from_bytes, to_bytes
 from gcbench.integrations.ddp import CommHook, comm_hook
 from gcbench.integrations.hook import key_of
+from gcbench.integrations.hook_world import HookWorld
 
 
 def make(
@@ -90,11 +93,38 @@ def on_cpu(state: Any) -> Any:
     return state
 
 
-def gather(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of all ranks in one dict on rank 0, {} elsewhere. All ranks call it."""
-    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(on_cpu(state), states, dst=0)
-    return {key: entry for each in states or [] for key, entry in each.items()}
+def gather(hook: CommHook) -> dict[str, Any]:
+    """Return the states of all ranks in one dict on rank 0, {} elsewhere. All ranks call it.
+
+    They are sent in the hook's process group, which ends if a rank fails; after `close` in the
+    default one. Rank 0 receives one after the other.
+
+    Raises:
+        PeerLostError: another rank failed or did not answer in time.
+        GcbenchError: the error that ended the hook's last exchange.
+    """
+    hook.raise_failure()
+    sent = torch.frombuffer(bytearray(to_bytes(hook.state_dict())), dtype=torch.uint8)
+    return hook._serialized(lambda: _gathered(hook._level.world, sent))
+
+
+def _gathered(world: HookWorld, sent: Tensor) -> dict[str, Any]:
+    """Return the states of all ranks on rank 0; `sent`: this rank's, as bytes on the CPU."""
+    group, rank, device = world.group if world.connected else None, world.ranks[0], world.device
+    result = dict(from_bytes(sent.numpy().tobytes())) if rank == 0 else {}
+    with world.together():
+        sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world.size)]
+        dist.all_gather(sizes, torch.full_like(sizes[0], sent.numel()), group=group)
+        if rank:
+            on_device = sent.to(device)
+            work: Any = dist.isend(on_device, group=group, group_dst=0)
+            work.wait()
+        for other in range(1, world.size) if rank == 0 else ():
+            received = torch.empty(int(sizes[other]), dtype=torch.uint8, device=device)
+            work = dist.irecv(received, group=group, group_src=other)
+            work.wait()
+            result |= from_bytes(received.cpu().numpy().tobytes())
+    return result
 
 
 def save(hook: CommHook, folder: str | Path, name: str) -> None:

@@ -50,6 +50,11 @@ class HookWorld(DistributedWorld):
         """This rank in the job."""
         return self.members[self.ranks[0]]
 
+    @property
+    def connected(self) -> bool:
+        """Whether the process group exists."""
+        return not isinstance(self.group, _Pending)
+
     def connect(self, store: Store, roster: Roster) -> None:
         """Join a new process group of these ranks, all of which call this.
 

@@ -140,7 +140,7 @@ class Compression(Callback):  # type: ignore[misc]
         """Return every rank's state on rank 0, for the checkpoint. All ranks call it."""
         if self._hook is None or self._interrupted:
             return {}
-        return frameworks.gather(self._hook.state_dict())
+        return frameworks.gather(self._hook)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the states of the checkpoint that `fit` resumes from; it registers a hook next."""

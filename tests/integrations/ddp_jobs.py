@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,8 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Payload
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
+from gcbench.integrations import frameworks, scheme
 from gcbench.integrations import plan as plans
-from gcbench.integrations import scheme
 
 STEPS = 5
 BATCH = 8
@@ -659,6 +660,29 @@ def corrected(rank: int, size: int) -> dict[str, Any]:
             "observers": [len(o._optimizer_step_post_hooks) for o in (optimizers[-1], optimizer)],
         }
         hook.close()
+    return result
+
+
+@job
+def gathered(rank: int, size: int) -> dict[str, Any]:
+    """Bring all states to rank 0 as a framework's checkpoint does; at last one rank does not."""
+    hook = comm_hook("onebit", **METHOD)
+    hooked(rank, hook, steps=range(2))
+    result: dict[str, Any] = {}
+    for name in ("open", "closed"):
+        if name == "closed":
+            hook.close()
+        with mock.patch("torch.distributed.distributed_c10d._object_to_tensor", None):
+            states = frameworks.gather(hook)
+        for entry in states.values():
+            sealed.check_seal(entry)
+        result[name] = [*states]
+    hook = comm_hook("onebit", timeout=2.0)
+    hooked(rank, hook, steps=range(1))
+    if rank == 0:
+        result["alone"] = refused(lambda: frameworks.gather(hook))
+    dist.barrier()
+    hook.close()
     return result
 
 

@@ -191,6 +191,15 @@ def test_a_hook_is_registered_after_a_refusal(case):
         assert result[case]["equal"]
 
 
+def test_states_are_gathered_without_pickle_in_the_group_of_the_hook():
+    first, second = of("gathered")
+    for name in ("open", "closed"):
+        assert first[name] == ["rank 0 of 2", "rank 1 of 2"]
+        assert second[name] == []
+    assert first["alone"]["kind"] == "PeerLostError"
+    assert first["alone"]["seconds"] < 20
+
+
 def test_zeros_of_either_sign_are_equal_means():
     for result in of("zeros"):
         assert result["text"] == ""
