@@ -38,6 +38,8 @@ from gcbench.results.settings import DECLARED
 KIND = "advice"
 TRY, CANNOT_TELL, UNCLEAR, UNTESTED = "try", "cannot tell", "unclear", "untested"
 LOSES, NO_GAIN, REFUSED = "loses too much", "no gain", "refused"
+UNKNOWN = (CANNOT_TELL, UNCLEAR, UNTESTED)
+"""Verdicts that more measurements could change into `TRY`."""
 ORDER = (TRY, CANNOT_TELL, UNCLEAR, UNTESTED, LOSES, NO_GAIN, REFUSED)
 VERDICTS = {evidence.FITS: TRY, evidence.UNCLEAR: UNCLEAR, evidence.LOSES: LOSES}
 SUITE = "main"
@@ -269,7 +271,7 @@ def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
         f"above {_allowed(settings)}. cannot tell: the predicted gain is within the error band. "
         "unclear: encoding not measured, or such a loss lies within an interval. untested: gains, "
         "but no run by this collective. loses too much: a whole interval lies beyond that loss, or "
-        "a seed diverged. no gain: gains less."
+        "a seed diverged. no gain: gains less, or is slower by more than the error band."
     )
     yield (
         "over fp32, over bf16: time of the uncompressed step divided by the time of this step, "
@@ -397,7 +399,8 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     row |= gains.fields()
     row["gain_low"], row["gain_high"] = gains.better
     row["gain"] = gains.sure
-    if gains.better[1] < 1 + settings.margin:
+    slower = gains.better[0] is not None and gains.sure * (1 + prepared.band.error) < 1
+    if slower or gains.better[1] < 1 + settings.margin:
         verdict = NO_GAIN
     elif verdict != LOSES and gains.sure < 1 + max(settings.margin, prepared.band.error):
         verdict = CANNOT_TELL
@@ -537,17 +540,28 @@ def _answer(
     choice = tried[0] if tried else baseline
     fastest = max((choice, FP32, BF16), key=over.__getitem__)
     rate = f"{over[fastest]:.2g} times as many {unit(prepared)} per hour as one ({fastest})"
-    if over[fastest] < 1:
+    if over[fastest] < 1 + band.error:
+        unknown = {name: over[name] for name, row in rows.items() if row["advice"] in UNKNOWN}
+        maybe = max(unknown, key=unknown.__getitem__, default="")
+        how, hint = "an exchange per step", ""
+        if unknown.get(maybe, 0.0) > 1 + band.error:
+            choice, row = maybe, rows[maybe]
+            bound = "up to " * (row["gain_low"] is None)
+            how = "fp32, bf16, or a method known to fit"
+            hint = (
+                f" {maybe} ({row['advice']}) is predicted at {bound}{over[maybe]:.2g} times one "
+                f"worker; accuracy: {row['accuracy']}."
+            )
         text = [
-            f"Do not distribute this job over such links with an exchange per step: {workers} "
-            f"workers process {rate}, {over[BF16]:.2g} times with bf16.",
-            _fewer_exchanges(plan, band.error),
-        ]
-    elif over[fastest] < 1 + band.error:
-        text = [
-            f"Cannot tell whether {workers} workers are faster than one: predicted {rate}.",
+            f"Cannot tell whether {workers} workers are faster than one: predicted {rate}.{hint}",
             _how_to_know(settings, choice),
         ]
+        if over[fastest] < 1 / (1 + band.error):
+            text[0] = (
+                f"Do not distribute this job over such links with {how}: {workers} workers "
+                f"process {rate}, {over[BF16]:.2g} times with bf16.{hint}"
+            )
+            text[1] = f"{text[1]} " * bool(hint) + _fewer_exchanges(plan, band.error)
     elif tried:
         row = rows[choice]
         safe = [name for name in tried if not _warns(rows[name])]

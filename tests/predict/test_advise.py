@@ -19,7 +19,7 @@ from torch import nn
 
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
-from gcbench.predict import advice, costs, evidence, measuring, networks, traffic
+from gcbench.predict import advice, costs, evidence, measuring, networks, prediction, steps, traffic
 from gcbench.report.analysis import load
 from gcbench.results import rows
 from gcbench.training import suites
@@ -887,6 +887,49 @@ def test_workers_that_are_about_as_fast_as_one_cannot_be_ranked(tmp_path, stored
             break
         low, high = (middle, high) if over < 1 else (low, middle)
     assert answer[0].startswith("Cannot tell whether 4 workers are faster than one")
+
+
+@pytest.mark.parametrize(
+    ("gbit", "fastest", "verdict"),
+    [(1.0, "bf16", "Cannot tell"), (0.5, "bf16", "Do not distribute")],
+)
+def test_a_faster_method_of_unknown_accuracy_is_named(tmp_path, gbit, fastest, verdict) -> None:
+    """Slower than one worker by less than the error band is not slower for certain."""
+    words = ("--model", "bert-large", "--cluster", "a100x8-25g", "--workers", 64)
+    cluster = (
+        "--cluster-set",
+        f"inter.gbit={gbit}",
+        "--runs",
+        write(tmp_path / "r.parquet", plain()),
+    )
+    result = advise(tmp_path, *words, *cluster, "--compressor", "qsgd")
+    over = {row["option"]: row["over_alone"] for row in result["tables"][2]["rows"]}
+    assert over[fastest] < 1, "below one worker, by more or less than the band"
+    assert (over[fastest] < 1 / 1.05) == (verdict == "Do not distribute")
+    assert over["qsgd by twoshot"] > 1.05
+    first = result["answer"][0]
+    assert first.startswith(verdict)
+    assert (
+        f"qsgd by twoshot (untested) is predicted at {over['qsgd by twoshot']:.2g} times" in first
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.9, 1.6, "no gain"),
+        (0.97, 1.6, "cannot tell"),
+        (1.3, 1.6, "unclear"),
+        (None, 1.04, "no gain"),
+    ],
+)
+def test_a_method_that_is_slower_beyond_the_error_band_has_no_gain(
+    tmp_path, stored, monkeypatch, low, high, verdict
+) -> None:
+    gains = steps.Gains((low, high), (low, high))
+    monkeypatch.setattr(prediction.Prepared, "gains", lambda *_: gains)
+    result = advise(tmp_path, "--runs", stored, *ALONE)
+    assert methods(result)["terngrad"]["advice"] == verdict
 
 
 def test_the_picture_has_every_option(tmp_path: Path, stored: Path) -> None:
