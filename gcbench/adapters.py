@@ -45,7 +45,7 @@ def _seeded(seed: int) -> Iterator[None]:
     Without CUDA only the CPU's generator draws. `torch.manual_seed` would also format two stack
     traces, which takes longer than most calls.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             yield
