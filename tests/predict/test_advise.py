@@ -919,7 +919,7 @@ def test_a_faster_method_of_unknown_accuracy_is_named(tmp_path, gbit, fastest, v
     [
         (0.9, 1.6, "no gain"),
         (0.97, 1.6, "cannot tell"),
-        (1.3, 1.6, "unclear"),
+        (1.3, 1.6, "try"),
         (None, 1.04, "no gain"),
     ],
 )
