@@ -102,11 +102,11 @@ def vgg_a() -> Network:
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Skips drawing initial weights. (On the device "meta" torch would import its compiler.)"""
+    """Replaces random weights by zeros. (On the device "meta" torch would import its compiler.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         random = func in (torch.Tensor.normal_, torch.Tensor.uniform_)
-        return args[0] if random else func(*args, **(kwargs or {}))
+        return args[0].zero_() if random else func(*args, **(kwargs or {}))
 
 
 def trained(name: str) -> Network:
