@@ -21,6 +21,8 @@ from torch import Tensor
 from gcbench.core.errors import GcbenchError
 from gcbench.training import engines, fork_server, launch
 
+LIMIT = 300
+"""Seconds until a method or job counts as hung, on a machine that other tests use."""
 PRELOAD = "GCBENCH_TESTS_PRELOAD"
 """Environment variable with modules that the fork server imports, once instead of once per rank."""
 
@@ -36,10 +38,10 @@ def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[
     jobs_module, rank, size = importlib.import_module(module), member.rank, member.size
     result: dict[str, Any] = {}
     for name in methods:
-        faulthandler.dump_traceback_later(120, exit=True)  # a hang ends, and shows where
+        faulthandler.dump_traceback_later(LIMIT, exit=True)  # a hang ends, and shows where
         result[name] = jobs_module.method(rank, size, name)
     for name in jobs:
-        faulthandler.dump_traceback_later(120, exit=True)
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         began = time.perf_counter()
         result[name] = jobs_module.JOBS[name](rank, size)
         result[name]["seconds"] = time.perf_counter() - began
