@@ -271,7 +271,7 @@ def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
         f"above {_allowed(settings)}. cannot tell: the predicted gain is within the error band. "
         "unclear: encoding not measured, or such a loss lies within an interval. untested: gains, "
         "but no run by this collective. loses too much: a whole interval lies beyond that loss, or "
-        "a seed diverged. no gain: gains less, or is slower by more than the error band."
+        "a seed diverged. no gain: gains less."
     )
     yield (
         "over fp32, over bf16: time of the uncompressed step divided by the time of this step, "
@@ -399,8 +399,7 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     row |= gains.fields()
     row["gain_low"], row["gain_high"] = gains.better
     row["gain"] = gains.sure
-    slower = gains.better[0] is not None and gains.sure * (1 + prepared.band.error) < 1
-    if slower or gains.better[1] < 1 + settings.margin:
+    if gains.better[1] < 1 + settings.margin:
         verdict = NO_GAIN
     elif verdict != LOSES and gains.sure < 1 + max(settings.margin, prepared.band.error):
         verdict = CANNOT_TELL

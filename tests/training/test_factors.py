@@ -185,11 +185,11 @@ def test_stored_trials_decide_for_the_runs(suite_path, tmp_path, judge, settings
     beside = suite_match.beside(suite, runs)
     assert beside.missing == [], "trials rejected the other alternatives"
     rows = beside.rows(compare.rows(beside.runs, choices=suite.choices, preferred=beside.best))
-    found = {row.first.compressor_name: row for row in rows}
+    by_name = {row.first.compressor_name: row for row in rows}
     assert [row.first.compressor_name for row in rows] == ["none", "topk"]
     assert {row.runs[0].config["momentum"] for row in rows} == {0.0}
     assert {row.rate for row in rows} <= {"tuned", "edge"}
-    assert found["topk"].difference == pytest.approx(0.0), "from fp32 without momentum"
+    assert by_name["topk"].difference == pytest.approx(0.0), "from fp32 without momentum"
     repeated = sum(trial.repeat for results in beside.tried.values() for trial in results)
     assert repeated == sum(run.summary.seed == 10 for run in runs)
     rest = [run for run in runs if run.is_trial or run.summary.compressor_name == "none"]

@@ -9,15 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commands import ROOT, invoke
-from preloaded import Programs
+from commands import invoke
 
 from gcbench import watch
 
-IMPORTS = (
-    "torch torch._dynamo torch.distributed.algorithms.ddp_comm_hooks.default_hooks "
-    "gcbench.integrations.ddp"
-)
 JOB = Path(__file__).with_name("job.py")
 PARAMETERS = 64 * 512 + 512 + 512 * 10 + 10
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2)
@@ -34,15 +29,7 @@ def document(done) -> dict:
     return json.loads(done.out)
 
 
-@pytest.fixture(scope="module")
-def python():
-    """Return a `python` that imported torch once, with the recorder attached to it."""
-    path = os.pathsep.join(map(str, [watch.SITE, ROOT]))
-    with Programs(IMPORTS, PYTHONPATH=path, GCBENCH_WATCH="") as programs:
-        yield programs.folder / "python"
-
-
-def watched(kind: str, *flags: object, launcher: Sequence[object]):
+def watched(kind: str, *flags: object, launcher: Sequence[object] = (sys.executable,)):
     """Return the result of the command, and its rows by (collective, dtype)."""
     done = invoke("watch", "--check-every", 2, *flags, "--json", "--", *launcher, JOB, kind)
     rows = {}
@@ -64,8 +51,8 @@ def test_a_plain_ddp_job():
     assert "plain done" not in done.out
 
 
-def test_a_job_with_torchs_hook_and_another_expectation(python):
-    done, rows = watched("fp16", "--expect", "bf16", launcher=[python])
+def test_a_job_with_torchs_hook_and_another_expectation():
+    done, rows = watched("fp16", "--expect", "bf16")
     assert done.code == 1
     assert rows["all_reduce", "float16"]["bytes"] == 2 * PARAMETERS
     (fault,) = [line for line in document(done)["answer"] if line.startswith("UNEXPECTED DTYPE")]
@@ -74,10 +61,10 @@ def test_a_job_with_torchs_hook_and_another_expectation(python):
 
 
 @pytest.mark.parametrize("kind", ["int8", "ring"])
-def test_a_job_with_our_hook(python, kind):
+def test_a_job_with_our_hook(kind):
     """By ring it also compares its mean with a plain one at every second step, in fp32."""
     flags = ("--expect", f"uint8/{1.02 * PARAMETERS:.0f}") if kind == "int8" else ()
-    done, rows = watched(kind, *flags, launcher=[python])
+    done, rows = watched(kind, *flags)
     assert done.code == 0, document(done)["answer"]
     codes = sum(row["sent"] for (_, dtype), row in rows.items() if dtype == "uint8")
     assert PARAMETERS < codes < 1.03 * PARAMETERS
@@ -86,8 +73,8 @@ def test_a_job_with_our_hook(python, kind):
     assert "`send` of unknown time" in document(done)["answer"][0]
 
 
-def test_a_hook_on_a_model_that_does_not_train(python):
-    done, rows = watched("rewrapped", launcher=[python])
+def test_a_hook_on_a_model_that_does_not_train():
+    done, rows = watched("rewrapped")
     assert done.code == 1
     assert rows["all_reduce", "float32"]["bytes"] == 4 * PARAMETERS
     assert any("HOOK NOT USED: gcbench.comm_hook(" in line for line in document(done)["answer"])
@@ -101,13 +88,13 @@ def test_bytes_above_the_expected_ones():
     assert watch.unexpected(settings.model_copy(update={"expect": "/910"}), rows) == []
 
 
-def test_ranks_that_differ_from_one_step_on(python):
+def test_ranks_that_differ_from_one_step_on():
     """Results of collectives are equal; only the parameters differ, after step 4 of 7."""
-    done, _ = watched("differ", launcher=[python])
+    done, _ = watched("differ")
     assert done.code == 1
     (fault,) = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
     assert "parameters after step 4: ranks [1]" in fault
-    assert watched("differ", "--sharded", launcher=[python])[0].code == 0
+    assert watched("differ", "--sharded")[0].code == 0
 
 
 def test_results_that_differ_are_named():
@@ -121,8 +108,8 @@ def test_results_that_differ_are_named():
     assert watch.disagreements(equal, sharded=False) == []
 
 
-def test_a_job_that_fails_or_sends_nothing(python):
-    failed, _ = watched("fail", launcher=[python])
+def test_a_job_that_fails_or_sends_nothing():
+    failed, _ = watched("fail")
     assert failed.code == 1
     assert "ended with exit code 1" in failed.err
     silent = invoke("watch", "--", sys.executable, "-c", "print('nothing')")
