@@ -42,13 +42,7 @@ PROGRAMS = {"gcbench": "gcbench", "python": "", "torchrun": "torch.distributed.r
 
 
 class Programs:
-    """A folder of programs, for PATH, and the server behind them; `with` ends the server.
-
-    `imports`: the modules that the server imports, in `environment` beside this process's own.
-    """
-
-    def __init__(self, imports: str = IMPORTS, **environment: str) -> None:
-        self.imports, self.environment = imports, environment
+    """A folder of programs, for PATH, and the server behind them; `with` ends the server."""
 
     def __enter__(self) -> Programs:
         self._scratch = tempfile.TemporaryDirectory()
@@ -59,10 +53,10 @@ class Programs:
             text = CLIENT.format(python=sys.executable, address=address, program=program)
             path.write_text(text)
             path.chmod(0o755)
-        environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg", **self.environment}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, address, self.imports],
-            env={**os.environ, **environment},
+            [sys.executable, "-W", "ignore", __file__, address],
+            env=environment,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
@@ -155,10 +149,9 @@ def _serve(address: str) -> None:
 if __name__ == "__main__":
     import commands
 
-    for name in sys.argv[2].split():
+    for name in IMPORTS.split():
         __import__(name)
-    if verify := sys.modules.get("gcbench.checks.verify"):
-        # As `commands.invoke` does: a verification searches few inputs.
-        verify.effort_for = commands.brief  # type: ignore[attr-defined]
+    # As `commands.invoke` does: a verification searches few inputs.
+    sys.modules["gcbench.checks.verify"].effort_for = commands.brief  # type: ignore[attr-defined]
     gc.freeze()  # a fork's collector would copy every page
     _serve(sys.argv[1])
