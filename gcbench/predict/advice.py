@@ -547,10 +547,10 @@ def _answer(
             choice, row = maybe, rows[maybe]
             bound = "up to " * (row["gain_low"] is None)
             how = "fp32, bf16, or a method known to fit"
-            known = f"; accuracy: {row['accuracy']}" * (row["accuracy"] != row["advice"])
+            accuracy = f"; accuracy: {row['accuracy']}" * (row["accuracy"] != row["advice"])
             hint = (
                 f" {maybe} ({row['advice']}) is predicted at {bound}{over[maybe]:.2g} times one "
-                f"worker{known}."
+                f"worker{accuracy}."
             )
         text = [
             f"Cannot tell whether {workers} workers are faster than one: predicted {rate}.{hint}",
