@@ -128,6 +128,7 @@ def run(
         gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
         gcbench.core.errors.GcbenchError: a run failed; the other runs of the grid are finished.
     """
+    import warnings
     from pathlib import Path
 
     from gcbench.core.errors import unknown
@@ -139,6 +140,8 @@ def run(
             raise unknown("setting", name, configuration.Config.model_fields)
     folder = Path(results)
     configs = grid.expand(settings, None)
+    for sentence in grid.without_effect(settings, configs):
+        warnings.warn(sentence, stacklevel=2)
     named = os.environ.get("GCBENCH_DATA") if data_dir is None else data_dir
     data = Path(named) if named else None
     running = runner.Runner(folder, data, 60.0, progress, force=force)

@@ -30,7 +30,7 @@ class Link:
         if self.delay:
             parts.append(f"{1e3 * self.delay:g} ms")
         if self.loss:
-            parts.append(f"{self.loss:.2%} loss")
+            parts.append(f"{100 * self.loss:g}% loss")
         return ", ".join(parts)
 
 

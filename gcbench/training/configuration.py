@@ -235,10 +235,17 @@ class Config(Settings):
             ignored = [
                 key for key in ("start_step", "dense_last", "dense_below") if getattr(self, key)
             ]
-            if ignored or self.memory != self.make_compressor().memory:
+            method = self.make_compressor()
+            if self.collective != method.collectives[0]:
+                ignored.append("collective")
+            if self.memory != method.memory:
+                ignored.append("memory")
+            elif self.memory_options != method.memory_options:
+                ignored.append("memory_options")
+            ignored += [f"options.{key}" for key in self.options if key != "rank"]
+            if ignored:
                 raise ValueError(
-                    f"{', '.join(ignored or ['memory'])}: torch's hooks do not support it; use "
-                    "--hook gcbench"
+                    f"{', '.join(ignored)}: torch's hooks do not support it; use --hook gcbench"
                 )
 
     @property
@@ -311,6 +318,14 @@ def hash_of(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:10]
 
 
+READERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("momentum", "nesterov"), ("optimizer", ("sgd", "muon"))),
+    **dict.fromkeys(("betas", "eps"), ("optimizer", ("adam", "adamw", "muon"))),
+    "schedule_power": ("schedule", ("poly",)),
+    **dict.fromkeys(("schedule_steps", "schedule_gamma"), ("schedule", ("step",))),
+    **dict.fromkeys(("link_gbit", "link_latency_us"), ("engine", ("simulate",))),
+}
+"""Settings that only some values of another setting use: that other one, and these values."""
 TORCH_HOOKS = ("none", "fp16", "powersgd")
 """Methods with a comparable hook in torch. Its bf16 hook fails on the CPU; its quantization hooks
 implement other methods, and gather their scales uncompressed."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
 from gcbench.core import registry, settings_file
 from gcbench.core.errors import UsageError, unknown
-from gcbench.results.settings import Settings
+from gcbench.results.settings import DEFAULTS, Settings
 from gcbench.training import limits
-from gcbench.training.configuration import Config
+from gcbench.training.configuration import READERS, Config
 
 SEQUENCES = tuple(
     name for name, f in Settings.model_fields.items() if get_origin(f.annotation) in (list, tuple)
@@ -148,6 +148,24 @@ def method(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 Fields = dict[str, Any]
+
+
+def without_effect(names: Iterable[str], configs: Sequence[Config]) -> list[str]:
+    """Return a sentence for each of these settings that is changed but used by no config.
+
+    It is no error, as the command that repeats a run gives all settings that differ from defaults.
+    """
+    sentences = []
+    for key in sorted(READERS.keys() & set(names)):
+        reader, users = READERS[key]
+        values = list(dict.fromkeys(getattr(config, reader) for config in configs))
+        stored = [config.model_dump(mode="json")[key] for config in configs]
+        if not set(values) & set(users) and any(value != DEFAULTS[key] for value in stored):
+            sentences.append(
+                f"{key} has no effect with {reader} {' or '.join(values)}, only with "
+                f"{' or '.join(users)}"
+            )
+    return sentences
 
 
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:

@@ -174,6 +174,7 @@ class Trainer:
             self.optimizer = self._optimizer(self.parameters)
         self.average = Average(self.parameters, config.ema)
         self.step = 0
+        self.longest_delay = 0.0
         self.skipped = 0
         self.seconds = 0.0
         self.train_loss = math.nan
@@ -300,9 +301,9 @@ class Trainer:
         return bucket, float(loss.detach())
 
     def _wait(self, seconds: float) -> None:
-        """Delay a straggler; in a simulation the seconds count as modelled communication."""
+        """Delay a straggler; a simulation only remembers the longest delay of the step."""
         if self.config.engine == "simulate":
-            self.world.modelled_seconds += seconds
+            self.longest_delay = max(self.longest_delay, seconds)
         else:
             time.sleep(seconds)
 
@@ -319,7 +320,9 @@ class Trainer:
         self.batches.prepare(self.step)
         if self.config.gradients == "loop":
             timed = self.clock.timed(self._gradient)
+            self.longest_delay = 0.0
             results = self.clock.workers("forward_backward", self.world.map(timed))
+            self.world.modelled_seconds += self.longest_delay  # the others wait for the slowest
             buckets = [bucket for bucket, _ in results]
             losses = [loss for _, loss in results]
         else:

@@ -122,6 +122,21 @@ def test_the_table_compares_with_fp32_and_bf16_on_the_same_link():
     assert [rows[name]["over_bf16"] for name in seconds] == pytest.approx([0.5, 1, 2])
     assert rows["none"]["excess"] == pytest.approx(0)
 
+    shared = settings.model_copy(update={"workers_per_node": 2})
+    assert {row["excess"] for row in summarize(shared, "", records).table("steps").rows} == {None}
+
+
+def test_each_link_has_a_name_of_its_own_and_is_measured_once():
+    settings = Settings(
+        bandwidth=["100mbit", "0.1gbit"],
+        delay=["0", "5ms"],
+        loss=[0.0, 0.0001, 0.00011],
+        compressors=["none"],
+        arguments=[],
+    )
+    names = [link.name for link in settings.links()]
+    assert len(set(names)) == len(names) == 6
+
 
 def test_the_link_has_its_rate_and_the_interfaces_confirm_the_counted_bytes(
     lab, tmp_path, monkeypatch

@@ -117,7 +117,7 @@ def test_a_straggler_takes_longer(trainer, monkeypatch):  # noqa: F811
     monkeypatch.setattr(train.time, "sleep", waits.append)
     for settings, slept, modelled in (
         ({"straggler": {2: 3.5, 4: 2}, "engine": "spawn"}, [2.5, 1], 0),
-        ({"straggler": {2: 3.5}}, [], 2.5),
+        ({"straggler": {2: 3.5, 4: 2}}, [], 2.5),
         ({}, [], 0),
     ):
         job = trainer(config(**settings))

@@ -331,6 +331,23 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--optimizer adam --momentum 0.9", "momentum"),
+        ("--optimizer sgd --betas 0.9/0.95", "betas"),
+        ("--optimizer adamw --schedule constant,poly --schedule-gamma 0.2", "schedule_gamma"),
+        ("--engine spawn --link-gbit 1", "link_gbit"),
+        ("--optimizer adam,sgd --momentum 0.9 --schedule-power 0.5", None),
+        ("--task cifar10 --optimizer adam --eps 1e-6 --link-gbit 1", None),
+    ],
+)
+def test_settings_that_nothing_uses_are_named(flags, named, capsys):
+    parse(f"gcbench run {flags}")
+    said = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert [line.split()[1] for line in said] == ([named] if named else [])
+
+
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_settings_are_refused_in_one_line(flags):
     with pytest.raises(UsageError) as caught:

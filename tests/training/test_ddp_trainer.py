@@ -152,6 +152,7 @@ def test_bytes_of_a_hook_that_calls_something_else_are_not_guessed(simulated):
         assert torch.ones(3).sum() == 3, "other operations are not counted"
 
 
+ON_CUDA = {"compressor": "powersgd", "hook": "torch", "device": "cuda"}
 REFUSED = {
     "one worker": ({"workers": 1}, "--workers 2"),
     "skip": ({"on_nonfinite": "skip"}, "on_nonfinite=stop"),
@@ -166,6 +167,12 @@ REFUSED = {
     "powersgd": ({"compressor": "powersgd", "hook": "torch"}, "hangs on gloo"),
     "memory": ({"hook": "torch", "memory": "residual"}, "--hook gcbench"),
     "dense": ({"hook": "torch", "dense_below": 5}, "--hook gcbench"),
+    "collective": ({"hook": "torch", "collective": "allgather"}, "collective: .*--hook gcbench"),
+    "memory's field": (
+        {**ON_CUDA, "memory_options": {"decay": 0.5}},
+        "memory_options: .*--hook gcbench",
+    ),
+    "field": ({**ON_CUDA, "options": {"rank": 1, "warm_start": False}}, "^options.warm_start: "),
 }
 
 
