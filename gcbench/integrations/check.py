@@ -124,8 +124,8 @@ def diverged(rank: int, name: str, step: int) -> DivergedError:
     """Return the error for a non-finite gradient of the parameter with this name."""
     return DivergedError(
         f"rank {rank}: the gradient of {name} is not finite at step {step}. Lower the learning "
-        'rate; or skip such steps on all ranks, as a GradScaler does: on_nonfinite="skip", with '
-        "scaler=scaler if there is one",
+        'rate; or skip such steps on all ranks: on_nonfinite="skip", with an enabled GradScaler as '
+        "scaler, or in a loop that makes no step where gradients are not finite",
         step,
     )
 
