@@ -542,7 +542,7 @@ def test_a_killed_worker_is_restarted_and_ends_in_the_same_parameters(tmp_path):
         return start(*job, module="torch.distributed.run", **environment)
 
     process = launched_by_torchrun(2, *run_words(parts, "--steps", 400))
-    wait_for(lambda: records(parts) >= 10, process)
+    wait_for(lambda: records(parts) >= 10 and any(parts.glob("*/checkpoint.pt")), process)
     os.kill(children(process.pid)["1"], signal.SIGKILL)
     done = end(process)
     assert "resuming from checkpoint" in done.err
