@@ -7,8 +7,10 @@ import shlex
 import signal
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
+import preloaded
 import pytest
 
 
@@ -24,6 +26,10 @@ def pytest_configure(config):
     os.environ.pop("COLUMNS", None)
     if not any("benchmarks" in word for word in config.args):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not hasattr(config, "workerinput"):  # one server for all processes of this run
+        stack = ExitStack()
+        stack.enter_context(preloaded.home())
+        config.add_cleanup(stack.close)
 
 
 TESTS = Path(__file__).parent
@@ -159,12 +165,9 @@ def third_party(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def programs():
+def programs(tmp_path_factory):
     """Return `gcbench`, `python` and `torchrun` without their imports: see preloaded.Programs."""
-    from preloaded import Programs
-
-    with Programs() as running:
-        yield running
+    return preloaded.Programs(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="session")
@@ -179,18 +182,8 @@ def gcbench(programs):
     return run
 
 
-@pytest.fixture(scope="session")
-def zygote():
-    """Return the process that forks fork servers; it starts with the first one."""
-    from zygote import Zygote
-
-    process = Zygote()
-    yield process
-    process.close()
-
-
 @pytest.fixture(scope="module")
-def forked(zygote):
+def forked():
     """Start local workers without the imports of a new fork server."""
-    with zygote.patched():
+    with preloaded.forking():
         yield

@@ -12,11 +12,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from preloaded import ROOT, Programs
+from preloaded import ROOT, Programs, home
 
 NOT_CODE = ("text", "toml", "json", "yaml", "bibtex")
 OPENING = re.compile(r"^ *```(.*)$")
@@ -98,7 +99,8 @@ def generated(text: str, run: Callable[[str], str]) -> str:
 
 def main() -> None:
     """Write the generated tables of all pages again."""
-    with Programs() as programs:
+    with home(), tempfile.TemporaryDirectory() as folder:
+        programs = Programs(Path(folder))
 
         def run(command: str) -> str:
             done = programs.shell(command, ROOT, 300)

@@ -1,12 +1,16 @@
-"""Commands of a shell, run by forks of one process that has already imported torch and gcbench.
+"""One process that has imported torch and gcbench, and forks what tests start as processes.
 
 An import takes seconds, and a guide has ten commands. `Programs` puts `gcbench`, `python` and
 `torchrun` in front of PATH: each is a client of a few lines that sends its arguments, folder,
 environment and open files to the server, which forks, runs the command and returns its exit code.
+`Process` is a fork server of `gcbench.training.launch`, which otherwise starts one as a program;
+tests of the launcher itself use the program. The first user starts the server, for all processes of
+a test run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -14,17 +18,30 @@ import runpy
 import shlex
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
+PLACE = "GCBENCH_PRELOADED"
+"""The environment variable with the folder of the server's socket."""
+USER = "GCBENCH_PRELOADED_FOR"
+"""That of the process with which the server ends."""
 IMPORTS = (
     "torch torch.distributed.run pandas pyarrow.parquet matplotlib.pyplot scipy.stats "
     "seaborn jinja2 rich.table typer.completion pydantic numpy "
-    "torch._dynamo gcbench.integrations.ddp gcbench.cli gcbench.checks.verify "
-    "gcbench.training.train gcbench.training.runner "
+    "torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp "
+    "torch.distributed.tensor.parallel gcbench.integrations.ddp gcbench.integrations.fsdp "
+    "gcbench.cli gcbench.checks.verify "
+    "gcbench.training.train gcbench.training.runner gcbench.training.engines "
     "gcbench.report.compare gcbench.report.listings gcbench.report.run_plots "
     "gcbench.report.page gcbench.predict.advice"
 )
@@ -39,35 +56,48 @@ os._exit((server.recv(1) or b"\\x01")[0])
 """
 PROGRAMS = {"gcbench": "gcbench", "python": "", "torchrun": "torch.distributed.run"}
 """The module that each program runs; python runs what its arguments name."""
+FORK_SERVER = "fork server"
+"""The request for a fork server, in the place of a program's name."""
+
+
+@contextmanager
+def home() -> Iterator[None]:
+    """Give the server a folder, named in the environment, and end it afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {PLACE: folder, USER: str(os.getpid())}
+        yield
+        pid = Path(folder) / "pid"
+        if pid.is_file():
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
+        del os.environ[PLACE], os.environ[USER]
+
+
+def address() -> Path:
+    """Return the server's socket; the first call of all processes starts the server."""
+    folder = Path(os.environ[PLACE])
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "pid").exists():
+            subprocess.run(
+                [sys.executable, "-W", "ignore", __file__, str(folder)],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+    return folder / "socket"
 
 
 class Programs:
-    """A folder of programs, for PATH, and the server behind them; `with` ends the server."""
+    """A folder of programs, for PATH."""
 
-    def __enter__(self) -> Programs:
-        self._scratch = tempfile.TemporaryDirectory()
-        self.folder = Path(self._scratch.name)
-        address = str(self.folder / "socket")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         for program in PROGRAMS:
             path = self.folder / program
-            text = CLIENT.format(python=sys.executable, address=address, program=program)
+            text = CLIENT.format(python=sys.executable, address=str(address()), program=program)
             path.write_text(text)
             path.chmod(0o755)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, address],
-            env=environment,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n"
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.communicate()
-        self._scratch.cleanup()
 
     def shell(
         self, script: str, folder: Path, seconds: float, **environment: str
@@ -85,6 +115,61 @@ class Programs:
             text=True,
             timeout=seconds,
         )
+
+
+class Process:
+    """A fork server, with the methods of `subprocess.Popen` that the launcher calls."""
+
+    def __init__(
+        self, words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any
+    ) -> None:
+        """Fork one with the arguments of `subprocess.Popen`."""
+        self._status, status = socket.socketpair()
+        blocked = [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))]
+        request = [FORK_SERVER, words[-3], os.getcwd(), dict(env), blocked]
+        data = json.dumps(request).encode()
+        with socket.socket(socket.AF_UNIX) as server:
+            server.connect(str(address()))
+            files = [1, 2, *pass_fds, status.fileno()]
+            socket.send_fds(server, [len(data).to_bytes(4, "big")], files)
+            server.sendall(data)
+        status.close()
+        self.pid = self._read()
+
+    def _read(self) -> int:
+        (number,) = struct.unpack("i", self._status.recv(4, socket.MSG_WAITALL))
+        return number
+
+    def wait(self) -> int:
+        """Return the exit code."""
+        code = self._read()
+        self._status.close()
+        return code
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Let the launcher start its fork servers without their imports."""
+    from gcbench.training import launch
+
+    module = SimpleNamespace(Popen=Process, DEVNULL=subprocess.DEVNULL)
+    with mock.patch.object(launch, "subprocess", module):
+        yield
+
+
+# ---- in the server -------------------------------------------------------------------------------
 
 
 def _run(program: str, words: list[str]) -> None:
@@ -106,31 +191,65 @@ def _run(program: str, words: list[str]) -> None:
         raise SystemExit(f"python {shlex.join(words)}: a file or -m MODULE is expected here")
 
 
-def _serve(address: str) -> None:
-    """Fork for each request; the fork forks again, and reports how its child ended."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
+def _keep(request: list[Any], files: Sequence[int]) -> None:
+    """Fork a fork server, and report its process ID and exit code; this does not return."""
+    from gcbench.training import fork_server
+
+    _, folder, cwd, environment, blocked = request
+    out, err, channel, status = files
+    keeper = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(status)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(cwd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        sys.argv = [fork_server.__file__, folder, str(keeper), str(channel)]
+        try:
+            fork_server.main()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    os.close(channel)
+    with socket.socket(fileno=status) as report:
+        report.sendall(struct.pack("i", pid))
+        _, code = os.waitpid(pid, 0)
+        with suppress(OSError):
+            report.sendall(struct.pack("i", os.waitstatus_to_exitcode(code)))
+    os._exit(0)
+
+
+def _serve(listener: socket.socket, user: int) -> None:
+    """Fork for each request until the process `user` ends; a fork reports how its child ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    print("ready", flush=True)
-    parent = os.getppid()
     listener.settimeout(1)
-    while os.getppid() == parent:  # a test run that was killed leaves no server
+    while True:
         try:
             client, _ = listener.accept()
         except TimeoutError:
-            continue
+            if Path(f"/proc/{user}").exists():
+                continue
+            return  # a test run that was killed leaves no server
         client.setblocking(True)
         if os.fork():
             client.close()
             continue
         listener.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        length, files, _, _ = socket.recv_fds(client, 4, 3)
-        request = b""
-        while len(request) < int.from_bytes(length, "big"):
-            request += client.recv(1 << 16)
-        program, words, folder, environment = json.loads(request)
+        length, files, _, _ = socket.recv_fds(client, 4, 4)
+        data = b""
+        while len(data) < int.from_bytes(length, "big"):
+            data += client.recv(1 << 16)
+        request = json.loads(data)
+        if request[0] == FORK_SERVER:
+            client.close()
+            _keep(request, files)
+        program, words, folder, environment = request
         child = os.fork()
         if child:
             _, status = os.waitpid(child, 0)
@@ -146,12 +265,25 @@ def _serve(address: str) -> None:
         return
 
 
-if __name__ == "__main__":
+def _main(folder: Path) -> None:
+    """Import, listen, and go on in the background, as a leader of the processes forked here."""
     import commands
 
+    user = os.environ[USER]
     for name in IMPORTS.split():
         __import__(name)
     # As `commands.invoke` does: a verification searches few inputs.
     sys.modules["gcbench.checks.verify"].effort_for = commands.brief  # type: ignore[attr-defined]
     gc.freeze()  # a fork's collector would copy every page
-    _serve(sys.argv[1])
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "socket"))
+    listener.listen(64)
+    if child := os.fork():
+        (folder / "pid").write_text(str(child))
+        os._exit(0)
+    os.setsid()
+    _serve(listener, int(user))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

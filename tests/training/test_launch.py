@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import crew
+import preloaded
 import pytest
 import torch
 import torch.distributed as dist
@@ -364,14 +365,14 @@ def test_what_is_no_plain_value_is_refused(value):
         to_bytes(value)
 
 
-def test_values_arrive_as_they_were_sent(zygote):
+def test_values_arrive_as_they_were_sent():
     x = torch.arange(6.0)
     value = {"views": [x[:4], x[2:]], "grown": x.view(2, 3).t(), "tensor": {"dict": 1}}
     result = from_bytes(to_bytes(value))
     assert result["tensor"] == {"dict": 1}
     assert torch.equal(result["grown"], x.view(2, 3).t())
     assert all(torch.equal(a, b) for a, b in zip(result["views"], value["views"], strict=True))
-    with zygote.patched():
+    with preloaded.forking():
         result = launch.in_processes(2, 1, crew.meet, [])
     expected = [
         {
@@ -389,11 +390,11 @@ def test_values_arrive_as_they_were_sent(zygote):
 # -- workers that stand still ----------------------------------------------------------------------
 
 
-def test_a_worker_that_stands_still_is_named_after_the_timeout(zygote, monkeypatch):
+def test_a_worker_that_stands_still_is_named_after_the_timeout(monkeypatch):
     """The roll call tells it from the third one, which waits like the first."""
     monkeypatch.setenv(launch.TIMEOUT, "4")
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.5)
-    with zygote.patched(), pytest.raises(GcbenchError) as raised:
+    with preloaded.forking(), pytest.raises(GcbenchError) as raised:
         launch.in_processes(3, 1, crew.stand_still, [])
     message = "because worker 1 ended or stopped responding; the limit is 4 s"
     assert message in str(raised.value)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import crew
+import preloaded
 import pytest
 import torch
 from commands import ROOT, invoke
@@ -645,9 +646,9 @@ def test_files_that_hold_no_rows(tmp_path):
     assert rows.read(tmp_path / "missing.parquet") == []
 
 
-def test_processes_that_add_at_once_lose_nothing(zygote, tmp_path):
+def test_processes_that_add_at_once_lose_nothing(tmp_path):
     file = tmp_path / "rows.parquet"
-    with zygote.patched():
+    with preloaded.forking():
         launch.in_processes(2, 1, crew.add_rows, [str(file), SUMMARY])
     assert len(rows.read(file)) == 10
 
