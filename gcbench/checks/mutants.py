@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import datetime
 import hashlib
 import importlib
@@ -174,7 +173,7 @@ def _bodies(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Yield all mutants of one file, in the order of its lines."""
     source = path.read_text()
-    plain = ast.parse(source)
+    plain = _parsed(source)
     for number, function in enumerate(_bodies(plain)):
         skipped: set[int] = set()
         for node in ast.walk(function):
@@ -189,7 +188,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
             if id(node) in skipped:
                 continue
             for index, (change, _) in enumerate(_changes(node)):
-                tree = copy.deepcopy(plain)
+                tree = _parsed(source)
                 same = list(ast.walk(list(_bodies(tree))[number]))[place]
                 list(_changes(same))[index][1](same)
                 yield _mutant(path, node, change, tree)
@@ -200,14 +199,20 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                         statement, ast.Return | ast.Pass | ast.FunctionDef
                     ):
                         continue
-                    if isinstance(statement, ast.Expr) and isinstance(
-                        statement.value, ast.Constant
-                    ):
-                        continue  # a docstring
-                    tree = copy.deepcopy(plain)
+                    tree = _parsed(source)
                     same = list(ast.walk(list(_bodies(tree))[number]))[place]
                     getattr(same, name)[index] = ast.Pass()
                     yield _mutant(path, statement, "statement dropped", tree)
+
+
+def _parsed(source: str) -> ast.Module:
+    """Return the code without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass(lineno=node.body[0].lineno, col_offset=0)]
+    return tree
 
 
 def _mutant(path: Path, node: Any, change: str, tree: ast.Module) -> Mutant:
@@ -506,12 +511,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 def digest(mutant: Mutant) -> str:
     """Return what identifies a mutant: its code without docstrings."""
-    tree = ast.parse(ast.unparse(mutant.tree))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            docstring = ast.get_docstring(node, clean=False) is not None
-            node.body = node.body[1:] if docstring else node.body
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return hashlib.sha256(ast.unparse(mutant.tree).encode()).hexdigest()[:16]
 
 
 def _cpu_seconds() -> float:

@@ -185,14 +185,29 @@ def hooked(rank: int, hook: Any, *, steps: range = range(STEPS), **options: Any)
 # ---- jobs ----------------------------------------------------------------------------------------
 
 
+def resumable() -> list[str]:
+    """Return the first method of each kind of state: a memory, an update rule, a collective."""
+    first: dict[object, str] = {}
+    for name in registry.compressors():
+        one = registry.compressor(name)
+        first.setdefault((one.memory, type(one.rule), resuming(one)), name)
+    return [*first.values()]
+
+
+def resuming(one: Compressor) -> str:
+    """Return the collective of a resumed job: owners of a two-shot exchange have residuals, too."""
+    legal = one.legal_collectives()
+    return "twoshot" if "twoshot" in legal else legal[-1]
+
+
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
-    """One method, by each of its collectives: on rank 0 against gcbench's own exchange; resumed."""
+    """One method, by each of its collectives, on rank 0 against gcbench's own exchange.
+
+    A method of `resumable` is resumed as well.
+    """
     result: dict[str, Any] = {}
     compressor = registry.compressor(name)
-    legal = compressor.legal_collectives()
-    # The collective of the resumed job: owners of a two-shot exchange have residuals, too.
-    resuming = "twoshot" if "twoshot" in legal else legal[-1]
-    for collective in legal:
+    for collective in compressor.legal_collectives():
         options = {"collective": collective, "dense_below": 50, "bucket_mb": 0.015}
         if compressor.rule.needs_warm_up:
             options["start_step"] = 2
@@ -207,7 +222,7 @@ def method(rank: int, size: int, name: str) -> dict[str, Any]:
             "up": up(hook) / hook.plain_bytes,
         }
         hook.close()
-        if collective == resuming:
+        if collective == resuming(compressor) and name in resumable():
             result[collective]["resumed"] = torch.equal(ended, resumed(rank, name, options))
     return result
 

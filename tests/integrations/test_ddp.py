@@ -57,7 +57,7 @@ def test_every_method_equals_the_reference_exchange(name):
             assert each["up"] < 0.6 or name == "none"
 
 
-@pytest.mark.parametrize("name", registry.compressors())
+@pytest.mark.parametrize("name", ddp_jobs.resumable())
 def test_a_resumed_job_ends_in_the_bits_of_an_uninterrupted_one(name):
     for result in JOBS.method(name):
         assert [each["resumed"] for each in result.values() if "resumed" in each] == [True]
