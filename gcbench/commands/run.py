@@ -173,8 +173,8 @@ def run(
             _say_shared(runner_, chosen, name, options)
     if chosen is None or not chosen.tunes:
         configs = grid.expand(options, config) if chosen is None else chosen.configs(options)
-        given = {*options, *(grid.read(config) if config else ())}
-        for sentence in grid.without_effect(given, configs) if rank.leads() else ():
+        names = {*options, *(grid.read(config) if config else ())}
+        for sentence in grid.without_effect(names, configs) if rank.leads() else ():
             say(f"note: {sentence}")
         runner_.all(configs, json=json)
     else:

@@ -153,7 +153,7 @@ Fields = dict[str, Any]
 def without_effect(names: Iterable[str], configs: Sequence[Config]) -> list[str]:
     """Return a sentence for each of these settings that is changed but used by no config.
 
-    It is no error, as the command that repeats a run gives all settings that differ from defaults.
+    They are allowed: the command that repeats a run gives all settings that differ from defaults.
     """
     sentences = []
     for key in sorted(READERS.keys() & set(names)):

@@ -344,8 +344,8 @@ BAD = {
 )
 def test_settings_that_nothing_uses_are_named(flags, named, capsys):
     parse(f"gcbench run {flags}")
-    said = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
-    assert [line.split()[1] for line in said] == ([named] if named else [])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert [line.split()[1] for line in lines] == ([named] if named else [])
 
 
 @pytest.mark.parametrize("flags", BAD)
