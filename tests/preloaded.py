@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PLACE = "GCBENCH_PRELOADED"
 """The environment variable with the folder of the server's socket."""
 USER = "GCBENCH_PRELOADED_FOR"
-"""That of the process with which the server ends."""
+"""The environment variable with the PID of the test run, with which the server ends."""
 IMPORTS = (
     "torch torch.distributed.run pandas pyarrow.parquet matplotlib.pyplot scipy.stats "
     "seaborn jinja2 rich.table typer.completion pydantic numpy "
@@ -65,11 +65,13 @@ def home() -> Iterator[None]:
     """Give the server a folder, named in the environment, and end it afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {PLACE: folder, USER: str(os.getpid())}
-        yield
-        pid = Path(folder) / "pid"
-        if pid.is_file():
-            os.killpg(int(pid.read_text()), signal.SIGKILL)
-        del os.environ[PLACE], os.environ[USER]
+        try:
+            yield
+        finally:
+            pid = Path(folder) / "pid"
+            if pid.is_file():
+                os.killpg(int(pid.read_text()), signal.SIGKILL)
+            del os.environ[PLACE], os.environ[USER]
 
 
 def address() -> Path:

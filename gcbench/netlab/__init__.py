@@ -244,7 +244,7 @@ LINKS = [
 NOTE = (
     "counted: bytes of the tensors in collectives; sent: bytes that left the nodes' interfaces; "
     f"excess: sent above counted with {HEADERS} bytes of headers per {SEGMENT} bytes, which also "
-    "holds start-up, acknowledgements and retransmissions; with one worker per node."
+    "holds start-up, acknowledgements and retransmissions. It needs one worker per node."
 )
 
 
