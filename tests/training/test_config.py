@@ -348,6 +348,12 @@ def test_settings_that_nothing_uses_are_named(flags, named, capsys):
     assert [line.split()[1] for line in lines] == ([named] if named else [])
 
 
+def test_a_call_names_the_settings_that_nothing_uses(tmp_path):
+    settings = {"task": "quadratic", "steps": 2, "optimizer": "adam", "momentum": 0.9}
+    with pytest.warns(UserWarning, match="momentum has no effect with optimizer adam"):
+        gcbench.run(**settings, results=tmp_path)
+
+
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_settings_are_refused_in_one_line(flags):
     with pytest.raises(UsageError) as caught:
