@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
+from types import SimpleNamespace
 
 from gcbench.checks import mutants
 
@@ -85,18 +89,24 @@ def test_the_verdict_on_a_mutant():
     assert done.stdout.split() == ["equivalent", "killed"]
 
 
-def outcome(names: list[str], output: Path) -> subprocess.CompletedProcess[str]:
+def outcome(names: list[str], output: Path, monkeypatch) -> tuple[int, str]:
+    """Return the exit code and the message of the command for a folder of one method."""
     words = ["--share", "0.001", "--seconds", "0", "--output", str(output), *names]
-    return subprocess.run(
-        [sys.executable, "-m", "gcbench.checks.mutants", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    monkeypatch.setattr(sys, "argv", ["mutants", *words])
+    folder = output.parent / "compressors"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "compressors" / FILE, folder)
+    monkeypatch.setitem(sys.modules, "compressors", SimpleNamespace(__path__=[str(folder)]))
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            mutants.main()
+    except SystemExit as ended:
+        return int(str(ended.code)), printed.getvalue()
+    return 0, printed.getvalue()
 
 
-def test_results_of_code_that_has_changed_leave(tmp_path):
+def test_results_of_code_that_has_changed_leave(tmp_path, monkeypatch):
     """And a file that does not exist is refused."""
     path = tmp_path / "method.py"
     path.write_text(SOURCE)
@@ -110,12 +120,11 @@ def test_results_of_code_that_has_changed_leave(tmp_path):
     each = {"mutant": f"{FILE}:1 x", "outcome": "killed", "by": "x", "cpu_seconds": 1}
     output = tmp_path / "mutants.json"
     output.write_text(json.dumps({"mutants": {current: each, "0" * 16: each}, "reasons": {}}))
-    done = outcome([FILE], output)
-    assert done.returncode == 0, done.stderr
+    assert outcome([FILE], output, monkeypatch)[0] == 0
     assert {*json.loads(output.read_text())["mutants"]} == {current}
-    done = outcome(["fp9.py"], output)
-    assert done.returncode == 2
-    assert "fp9.py" in done.stderr
+    code, message = outcome(["fp9.py"], output, monkeypatch)
+    assert code == 2
+    assert "fp9.py" in message
 
 
 def test_the_stored_result_covers_every_file_and_kills_nearly_all():
