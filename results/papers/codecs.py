@@ -37,8 +37,8 @@ class Settings(Trained):
 
     method: list[str] = Field(
         default=[
-            *("bf16", "lossless", "natural", "mxfp8", "fp8", "int8", "eden:bits=5", "nvfp4"),
-            *("mxfp4", "hadamard4", "qsgd", "eden", "eden:bits=3", "qsgd:levels=3", "fft"),
+            *("bf16", "lossless", "natural", "mxfp8", "fp8", "int8", "u8bit", "eden:bits=5"),
+            *("nvfp4", "mxfp4", "hadamard4", "qsgd", "eden", "eden:bits=3", "qsgd:levels=3", "fft"),
             *("eden:bits=2", "terngrad", "qsgd:levels=1", "topk:ratio=0.137:values=range"),
             *("onebit", "efsignsgd", "eden:bits=1", "eden:bits=1:scale=least", "topk"),
         ],
