@@ -30,7 +30,6 @@ FUNCTIONS = (
     *("summand", "decode_sum", "cut", "in_rounds"),
 )
 """The functions of the contract, in the order of the tables."""
-UNSCALED = 2.0**-149
 
 
 @dataclass

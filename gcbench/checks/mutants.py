@@ -70,7 +70,6 @@ STUCK = 60
 PATIENCE = 600
 """CPU seconds after which any other mutant is undecided."""
 Verdict = dict[str, Any]
-UNDECIDED: Verdict = {"outcome": "undecided", "by": "out of time"}
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
 DEFINITIONS = ("__post_init__", "claims", "recipe", "variants")
 OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
