@@ -26,7 +26,7 @@ from gcbench.checks import calls as calls_of
 from gcbench.checks import inputs, oracle
 from gcbench.checks.calls import Calls, Covered
 from gcbench.checks.cases import FULL, Case, Effort, cases
-from gcbench.checks.oracle import FaultError, Profile
+from gcbench.checks.oracle import FaultError, Profile, same_bits
 from gcbench.checks.sweeps import sweep_keys, sweep_positions, sweep_workers
 from gcbench.checks.trial import RoundsTrial, Trial, attempt
 from gcbench.core import purposes
@@ -36,6 +36,7 @@ from gcbench.core.compressor import (
     MultiRoundCompressor,
     Payload,
     Segments,
+    fuses_feedback,
     requantizes,
 )
 from gcbench.core.errors import PayloadError, UsageError
@@ -137,7 +138,8 @@ class Search:
                 return
 
     def _others(self) -> None:
-        for part in (self._same_length, self._not_finite, *[self._far] * self.effort.far):
+        far = [self._far] * self.effort.far
+        for part in (self._same_length, self._not_finite, self._worst_value, *far):
             if not self.findings:
                 part()
         after = _global_state()
@@ -180,8 +182,12 @@ class Search:
 
     def _same_length(self) -> None:
         """Buckets of one length and other segments, one after the other and mixed."""
+        self._mixed(inputs.same_length())
+        if self.effort.long and not self.findings:
+            self._mixed(inputs.same_length(71_610)[:5])
+
+    def _mixed(self, buckets: Sequence[inputs.Shapes]) -> None:
         trials = []
-        buckets = inputs.same_length()
         for shapes in (*buckets, buckets[0]):
             trial = self._try(Case(shapes, values="segments of different norms", workers=2))
             if trial is None:
@@ -203,12 +209,30 @@ class Search:
         calls, method = self.calls, self.calls.method
         if isinstance(method, MultiRoundCompressor):
             return
-        segments = Segments.of(((40, 33), (1,), (1030,)), method.granularity)
-        n, key = segments.numel, Key(7, 1, 0)
         calls.workers, calls.lr = 3, 1.0
-        for bad, place in itertools.product(
-            (math.nan, math.inf, -math.inf), ((0,), (n - 1,), (n // 2,), (1320,), range(n))
-        ):
+        key, bad_values = Key(7, 1, 0), (math.nan, math.inf, -math.inf)
+        buckets: list[inputs.Shapes] = [((40, 33), (1,), (1030,))]
+        if self.effort.long:
+            buckets.append(((70_001,),))
+        for shapes in buckets:
+            segments = Segments.of(shapes, method.granularity)
+            n = segments.numel
+            places: list[Sequence[int]] = [(0,), (n - 1,), range(n)]
+            places += [(n // 2,), (1320,)] if n < 10_000 else []
+            self._with_bad(bad_values, places, segments, key)
+
+    def _with_bad(
+        self,
+        bad_values: Sequence[float],
+        places: Sequence[Sequence[int]],
+        segments: Segments,
+        key: Key,
+    ) -> None:
+        """Search with one of these values at one of these places."""
+        calls, n = self.calls, segments.numel
+        for bad, place in itertools.product(bad_values, places):
+            if self.findings:
+                return
             xs = [inputs.values(n, rank) for rank in range(3)]
             xs[1][list(place)] = bad
             where = f"{bad} in {'all elements' if len(place) > 1 else f'element {place[0]}'}"
@@ -221,8 +245,6 @@ class Search:
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 self.findings.append(Finding(calls.last, what, where))
-            if self.findings:
-                return
 
     def _handled(self, xs: Sequence[Tensor], segments: Segments, key: Key) -> None:
         calls, method, n = self.calls, self.calls.method, segments.numel
@@ -251,6 +273,45 @@ class Search:
             )
         if "allreduce" in method.legal_collectives():
             refused_or_finite("decode_sum", lambda: self._sum(payloads, segments, shared))
+        if fuses_feedback(method):
+            left = torch.zeros(n)
+            sent = calls.encode_feedback(xs[1], left, segments, shared, key._replace(rank=1))
+            same_bits(
+                "encode_feedback", sent.to_bytes(), payloads[1].to_bytes(), "encode(x + residual)"
+            )
+
+    def _worst_value(self) -> None:
+        """The value beside a larger one that loses most, in all other elements of a segment."""
+        calls, method = self.calls, self.calls.method
+        claims = method.claims
+        key, length = Key(7, 1, 0), self.profile.group
+        if not claims.contractive or self.profile.random or length < 2:
+            return
+        calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
+        segments = calls_of.segments_of(method, ((length,),))
+
+        def decoded(x: Tensor) -> Tensor:
+            shared = calls.shared([x], segments, key)
+            return calls.decode(calls.encode(x, segments, shared, key), segments, shared)
+
+        tried, lost = [], []
+        fractions = torch.arange(1, 4 * 1024 + 1) / (4 * 1024.0)
+        for part in torch.split(fractions, length - 1):
+            x = torch.ones(length)
+            x[1 : len(part) + 1] = part
+            tried.append(x[1:])
+            lost.append((decoded(x) - x).double()[1:].square())
+        values, errors = torch.cat(tried), torch.cat(lost)
+        rest = length - 1
+        worst = int((rest * errors / (1 + rest * values.double().square())).argmax())
+        x = torch.full((length,), float(values[worst]))
+        x[0] = 1.0
+        try:
+            errors_of = [oracle.error_energy(x, decoded(x))]
+            oracle.contraction(calls, x, segments, errors_of, random=False)
+        except FaultError as fault:
+            where = f"{length} elements: 1, then {float(values[worst]):.6g}"
+            self.findings.append(Finding(fault.function, fault.what, where))
 
     def _sum(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         summands = [self.calls.summand(p, len(payloads), segments, shared) for p in payloads]

@@ -24,10 +24,11 @@ from gcbench.core.compressor import (
     Segments,
     layout_bytes,
 )
+from gcbench.core.sparse import Entries
 
 FUNCTIONS = (
     *("prepare", "encode", "encode_feedback", "decode", "mean", "merge"),
-    *("summand", "decode_sum", "cut", "in_rounds"),
+    *("summand", "decode_sum", "cut", "entries", "in_rounds"),
 )
 """The functions of the contract, in the order of the tables."""
 
@@ -169,6 +170,11 @@ class Calls:
         """Return the payload's shards."""
         self._note("cut", segments, len(bounds) - 1, self.key.step)
         return self.method.cut(payload, bounds)
+
+    def entries(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Entries:
+        """Return the elements that one worker sends by collective "sparse"."""
+        self._note("entries", segments, 1, key.step)
+        return codec.entries(self.method, x, self._context(segments, shared)._replace(key=key))
 
     # ---- several workers -------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ DIRTY = (0xFF, 0x3F, 0x7E)
 RESIDUALS = ("normal", "zero", "2000 times", "minus the gradient", "gradient zero", "both zero")
 DISTINCT = 5
 """Gradients of different workers in one input; further workers repeat their payloads."""
+CROWD = 9
+"""Workers of some long inputs, of three gradients."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,13 @@ class Case:
         return whole.shard(start, whole.numel)[0] if self.shard and start else whole
 
     def gradients(self, segments: Segments) -> list[Tensor]:
-        """Return the gradients of the first workers, at most `DISTINCT` of them."""
+        """Return the gradients of the first workers, of which further ones repeat the payloads.
+
+        40 in inputs of fewer than 100 elements, 3 in long ones, `DISTINCT` in others.
+        """
         family, factor = inputs.EVERY_FAMILY[self.values], inputs.SPREADS[self.spread]
-        count = min(self.workers, DISTINCT if segments.numel < 10_000 else 3)
+        n = segments.numel
+        count = min(self.workers, 40 if n < 100 else DISTINCT if n < 10_000 else 3)
         scale = 2.0**self.scale
         return [
             family(segments, rank + self.seed % 1000) * (factor(rank) * scale)
@@ -152,11 +158,12 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
         row |= {"shapes": shapes, "workers": draw.choice((2, 3, 3, 4))}
         return _tamed(Case(**row))
 
-    counts = [(shapes, effort.long) for shapes in inputs.long_shapes().values()]
-    for shapes, count in (*counts, (inputs.MANY, effort.many)):
+    long = inputs.long_shapes(profile.group).values()
+    for shapes, count in (*((each, effort.long) for each in long), (inputs.MANY, effort.many)):
         if count:
             yield Case(shapes, workers=3)
             yield Case(shapes, workers=2, values="signs")
+            yield Case(shapes, workers=CROWD, residual="gradient zero")
         for family in exact[:count]:
             yield Case(shapes, workers=3, values=f"exact {family}")
         for _ in range(count - 1):

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gcbench.checks import verify
+from gcbench.checks import cases, verify
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.core import registry
 
@@ -95,7 +95,9 @@ def page(rows: list[dict[str, Any]]) -> str:
         "Not covered:",
         "",
         "* larger inputs than the table's;",
-        "* faults at single steps, or with a period that is neither below 2,048 nor round;",
+        "* faults at single steps, or with a period that is neither below 2,048 nor round; on "
+        f"inputs of more than 3,000 elements, with a period above {cases.FULL.steps // 16};",
+        f"* more than {cases.CROWD} workers on inputs of more than 10,000 elements;",
         "* faults in single elements of long tensors, which the noise of a random code hides;",
         "* faults that need special values of three dimensions at once (all pairs are tried for "
         "the default configuration, a part of them for the others);",

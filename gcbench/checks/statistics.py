@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gcbench import ops
 from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.cases import COMPOSITE
 from gcbench.checks.oracle import Z, refutes_bound
 from gcbench.checks.outcome import Measurement, NotDeclaredError
 from gcbench.core import codec, purposes
@@ -34,9 +35,11 @@ DRAWS = 4000
 SCALE_EXPONENTS = (0, -30, 30)
 """Powers of two by which the magnitudes of "unbiased" are multiplied."""
 FIRST_KEY = Key(seed=1, step=1, rank=0)
+ROUND = (COMPOSITE, 10**9)
+"""Numbers with many divisors: a period of draws that divides one of them is seen."""
 KEY_CHANGES: Mapping[str, tuple[Key, ...]] = {
     "seeds": tuple(Key(2**k, 0, 0) for k in (0, 1, 8, 16, 31, 32, 62)),
-    "steps": tuple(Key(0, 2**k, 0) for k in (0, 1, 6, 8, 16, 24, 30)),
+    "steps": tuple(Key(0, by, 0) for by in (*(2**k for k in (0, 1, 6, 8, 16, 24, 30)), *ROUND)),
     "ranks": tuple(Key(0, 0, 2**k) for k in (0, 1, 2, 6, 8, 16, 22)),
     "offsets": tuple(Key(0, 0, 0, TILE * 2**k) for k in (0, 1, 8, 10, 20, 22, 24)),
     "streams": (Key(0, 0, 0, 0, purposes.MERGE),),

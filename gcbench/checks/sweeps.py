@@ -42,15 +42,14 @@ def natural_steps(neighbours: int) -> list[int]:
 
 
 class Witness:
-    """A short input whose result says at one look whether a step, rank or offset is handled."""
+    """An input whose result says at one look whether a step, rank or offset is handled."""
 
-    def __init__(self, calls: Calls, profile: Profile) -> None:
+    def __init__(self, calls: Calls, profile: Profile, shapes: inputs.Shapes | None = None) -> None:
         self.calls, self.profile = calls, profile
         method, claims = calls.method, calls.method.claims
         self.family = next((f for f in claims.exact_for if claims.portable), None)
-        shapes: inputs.Shapes = ((8, 16), (33,))
-        if profile.random and self.family is None:
-            shapes = ((32, 64), (33,))
+        if shapes is None:
+            shapes = ((32, 64), (33,)) if profile.random and not self.family else ((8, 16), (33,))
         self.segments = Segments.of(shapes, method.granularity)
         seed = 3
         if self.family:
@@ -62,11 +61,16 @@ class Witness:
         calls.scale, calls.workers, calls.lr = (0, 0), 3, 1.0
         self.first: bytes | None = None
         self.merged: bytes | None = None
-        """What a deterministic method sends, and what it merges; the same at every key."""
+        self.decoded: Tensor | None = None
+        """What a deterministic method sends, merges and decodes; the same at every key."""
+        self.sent: dict[Key, bytes] = {}
+        """What a random method sent with each key."""
         self.room = 0.0
         """How far above the declared bound the squared error of a single draw may be."""
         if not profile.random:
-            self.first = raw(self.payload(Key(7, 1, 0))[0].to_bytes())
+            payload, shared = self.payload(Key(7, 1, 0))
+            self.first = raw(payload.to_bytes())
+            self.decoded = calls.decode(payload, self.segments, shared).clone()
         elif self.family is None and claims.contractive:
             errors = [self._error(Key(9, 3 + 1009 * turn, 5)) for turn in range(32)]
             self.room = 8 * statistics.stdev(errors)
@@ -82,7 +86,7 @@ class Witness:
         return oracle.error_energy(self.x, decoded)
 
     def look(self, key: Key) -> None:
-        """Encode and decode at one key, alone, with feedback, and in a merge.
+        """Encode and decode at one key, alone, with feedback, in a mean, a sum and a merge.
 
         Raises:
             FaultError: the result is not that of other keys, or contradicts the claims.
@@ -90,34 +94,73 @@ class Witness:
         calls, segments = self.calls, self.segments
         payload, shared = self.payload(key)
         sent = payload.to_bytes().clone()
-        if self.first is not None:
+        decoded = calls.decode(payload, segments, shared).clone()
+        if self.first is not None and self.decoded is not None:
             first = torch.frombuffer(bytearray(self.first), dtype=torch.uint8)
             same_bits("encode", sent, first, "at step 1 of rank 0 it")
+            same_bits("decode", decoded, self.decoded, "at step 1 of rank 0 it")
         else:
-            decoded = calls.decode(payload, segments, shared)
             self._value(decoded, shared)
+            self.sent[key] = raw(sent)
         if fuses_feedback(calls.method):
-            half = self.x * 0.5
-            left = half.clone()
-            fed = calls.encode_feedback(half, left, segments, shared, key)
-            same_bits("encode_feedback", fed.to_bytes(), sent, "encode(x + residual)")
-        if "twoshot" in calls.method.legal_collectives():
-            merged = calls.merge([payload] * 3, segments, shared, key._replace(stream=1))
-            if self.merged is not None:
-                first = torch.frombuffer(bytearray(self.merged), dtype=torch.uint8)
-                same_bits("merge", merged.to_bytes(), first, "at step 1 of rank 0 it")
-            elif requantizes(calls.method):
-                mean = calls.mean([payload] * 3, segments, shared)
-                again = calls.encode(mean, segments, shared, key._replace(stream=1))
-                same_bits("merge", merged.to_bytes(), again.to_bytes(), "encode of the mean")
-            else:
-                actual = calls.decode(merged, segments, shared).clone()
-                want = calls.decode(payload, segments, shared)
-                room = oracle.mean_rounding(calls, [want] * 3, segments)
-                oracle.near("merge", actual, want, room, "the payload that all three sent")
+            self._feedback(key)
+        self._of_three(payload, decoded, shared, key)
 
-            if self.first is not None:
-                self.merged = raw(merged.to_bytes())
+    def _feedback(self, key: Key) -> None:
+        """Half of a gradient and a residual of the same size: as the whole gradient."""
+        calls, segments = self.calls, self.segments
+        x = inputs.values(segments.numel, 4)
+        shared = calls.shared([x], segments, key)
+        plain = calls.encode(x, segments, shared, key)
+        sent = plain.to_bytes().clone()
+        want = x - calls.decode(plain, segments, shared)
+        left = x * 0.5
+        fed = calls.encode_feedback(x * 0.5, left, segments, shared, key)
+        same_bits("encode_feedback", fed.to_bytes(), sent, "encode(x + residual)")
+        same_bits("encode_feedback (residual)", left + 0.0, want + 0.0, "x - decode")
+
+    def _of_three(self, payload: Payload, decoded: Tensor, shared: Tensor, key: Key) -> None:
+        """Hold `mean`, `decode_sum` and `merge` of three equal payloads to the decoded one."""
+        calls, segments, method = self.calls, self.segments, self.calls.method
+        payloads, legal = [payload] * 3, method.legal_collectives()
+        room = oracle.mean_rounding(calls, [decoded] * 3, segments)
+        what = "the payload that all three sent"
+        if method.claims.aggregate == "mean":
+            if "allgather" in legal or requantizes(method):
+                oracle.near("mean", calls.mean(payloads, segments, shared), decoded, room, what)
+            if "allreduce" in legal:
+                parts = calls.summand(payload, 3, segments, shared).parts
+                total = Payload(tuple(part + part + part for part in parts), 3)
+                actual = calls.decode_sum(total, segments, shared)
+                oracle.near("decode_sum", actual, decoded, room, what)
+        if "twoshot" not in legal:
+            return
+        merged = calls.merge(payloads, segments, shared, key._replace(stream=1))
+        if self.merged is not None:
+            first = torch.frombuffer(bytearray(self.merged), dtype=torch.uint8)
+            same_bits("merge", merged.to_bytes(), first, "at step 1 of rank 0 it")
+        elif requantizes(method):
+            mean = calls.mean(payloads, segments, shared)
+            again = calls.encode(mean, segments, shared, key._replace(stream=1))
+            same_bits("merge", merged.to_bytes(), again.to_bytes(), "encode of the mean")
+        else:
+            oracle.near("merge", calls.decode(merged, segments, shared), decoded, room, what)
+        if self.first is not None:
+            self.merged = raw(merged.to_bytes())
+
+    def cycle(self) -> None:
+        """What a random method sends must not return every p steps.
+
+        Raises:
+            FaultError: 20 steps in a row, which differ, are followed by the same 20.
+        """
+        steps = {key.step: sent for key, sent in self.sent.items() if key[2:4] == (0, 0)}
+        run = [steps.get(step, b"") for step in range(20)]
+        if len({*run}) < 20 or b"" in run:
+            return
+        for period in sorted(step for step, sent in steps.items() if step and sent == run[0]):
+            if all(steps.get(step + period) == sent for step, sent in enumerate(run)):
+                raise FaultError("encode", f"draws the same numbers every {period} steps")
 
     def _value(self, decoded: Tensor, shared: Tensor) -> None:
         calls, segments, x = self.calls, self.segments, self.x
@@ -138,6 +181,7 @@ def sweep_keys(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the keys at which a short input is encoded: (text, call)."""
     if isinstance(calls.method, MultiRoundCompressor):
+        yield from _sweep_rounds(calls, effort)
         return
     witness = Witness(calls, profile)
     keys = [Key(7, step, 0) for step in natural_steps(effort.steps)]
@@ -149,6 +193,37 @@ def sweep_keys(
         text = f"step {key.step}, rank {key.rank}, seed {key.seed}, offset {key.offset}"
         where = f"{inputs.describe(((len(witness.x),),))}; {text}"
         yield where, lambda key=key: witness.look(key)  # type: ignore[misc]
+    yield "steps of a sweep", witness.cycle
+    if effort.long:
+        large = Witness(calls, profile, ((130, 130), (33,)))
+        for step in range(effort.steps // 16):
+            where = f"{inputs.describe(((len(large.x),),))}; step {step}"
+            yield where, lambda step=step: large.look(Key(7, step, 0))  # type: ignore[misc]
+
+
+def _sweep_rounds(calls: Calls, effort: Effort) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield steps of a method in rounds from one state: the same bits, if steps 1 to 3 agree."""
+    shapes: inputs.Shapes = ((8, 16), (33,))
+    segments = Segments.of(shapes, calls.method.granularity)
+    xs = [inputs.values(segments.numel, 3 + rank) for rank in range(2)]
+    calls.scale, calls.workers, calls.lr = (0, 0), 2, 1.0
+    state = calls.initial_state(segments, Key(7, 1, 0))
+
+    def at(step: int) -> tuple[Tensor, Tensor]:
+        out = torch.zeros(segments.numel)
+        final = calls.rounds(xs, segments, state.clone(), Key(7, step, 0), out)
+        return out, final
+
+    wanted = at(1)
+    if any(not torch.equal(a, b) for step in (2, 3) for a, b in zip(wanted, at(step), strict=True)):
+        return
+
+    def look(step: int) -> None:
+        for name, actual, want in zip(("mean", "state"), at(step), wanted, strict=True):
+            same_bits("in_rounds", actual, want, f"the {name} at step 1")
+
+    for step in natural_steps(effort.steps)[:: effort.thin]:
+        yield f"{inputs.describe(shapes)}; step {step}", lambda step=step: look(step)  # type: ignore[misc]
 
 
 def sweep_workers(calls: Calls, profile: Profile, effort: Effort) -> Iterator[Case]:

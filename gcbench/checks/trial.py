@@ -146,6 +146,11 @@ class Trial:
         oracle.value(calls, x, segments, shared, decoded, even=even)
         self.contraction(rank, x, decoded)
         self.exact(x, decoded)
+        if "sparse" in self.method.legal_collectives():
+            dense = torch.zeros(self.n)
+            positions, values = calls.entries(x, segments, shared, key)
+            dense[positions] = values
+            same_bits("entries", dense + 0.0, decoded + 0.0, "decode(encode(x))")
         self.payloads.append(payload)
         self.decoded.append(decoded)
         self.bytes.append(sent)

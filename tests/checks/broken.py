@@ -511,6 +511,15 @@ class WaitingSegments(TOPK):
         return payload
 
 
+class LongPlan(PlanByLength):
+    """The same, in buckets of more than 4,096 elements."""
+
+    plans: ClassVar[dict] = {}
+
+    def plan(self, segments):
+        return segments.numel if segments.numel > 4096 else segments.offsets
+
+
 class EveryCall(INT8):
     """Every 97th call sends zeros."""
 
@@ -632,11 +641,203 @@ class SeedsNumpy(Levels):
         return super().encode(x, ctx)
 
 
+# ---- long inputs, and a second condition ---------------------------------------------------------
+
+
+def crowded(payloads, ctx, segments=0):
+    """Whether there are more than 4 workers, and more elements or segments than 65,536."""
+    return len(payloads) > 4 and max(ctx.segments.numel, segments * len(ctx.segments)) > 65_536
+
+
+class CrowdedMean(INT8):
+    """The mean of more than 4 workers forgets the last one behind element 65,536."""
+
+    def mean(self, payloads, ctx):
+        result = super().mean(payloads, ctx)
+        if crowded(payloads, ctx):
+            fewer = super().mean(payloads[:-1], ctx._replace(out=None))
+            result[65_536:] = fewer[65_536:]
+        return result
+
+
+class CrowdedSegments(INT8):
+    """The mean of more than 4 workers and 32,768 segments forgets the last worker."""
+
+    def mean(self, payloads, ctx):
+        forget = crowded(payloads, ctx, segments=2) and len(ctx.segments) > 32_768
+        return super().mean(payloads[:-1] if forget else payloads, ctx)
+
+
+class CrowdedVote(SIGN):
+    """The vote of more than 4 workers is that of worker 0 behind element 65,536."""
+
+    def merge(self, payloads, ctx):
+        merged = super().merge(payloads, ctx)
+        if crowded(payloads, ctx):
+            merged[65_536 // 32 :] = payloads[0].parts[0][65_536 // 32 :]
+        return merged
+
+
+class CrowdedSum(NONE):
+    """The sum is divided by 4 at most behind element 65,536."""
+
+    def decode_sum(self, payload, ctx):
+        result = super().decode_sum(payload, ctx).clone()
+        result[65_536:] *= max(1.0, payload.count / 4)
+        return result
+
+
+class CrowdedShards(TERN):
+    """The last of 5 to 63 shards of a long tensor has its codes in reverse."""
+
+    def cut(self, payload, bounds):
+        pieces = super().cut(payload, bounds)
+        if 5 <= len(pieces) < 64 and bounds[-1] > 65_536:
+            pieces[-1] = Payload((pieces[-1].parts[0].flip(0),))
+        return pieces
+
+
+class FifteenPayloads(QSGD):
+    """The mean of more than 15 workers begins again with the first."""
+
+    def mean(self, payloads, ctx):
+        return super().mean([payloads[i % 15] for i in range(len(payloads))], ctx)
+
+
+class LongLastOfOne(INT8):
+    """A last group of one element, in a long tensor, is sent as zero."""
+
+    def decode(self, payload, ctx):
+        result = super().decode(payload, ctx)
+        if ctx.segments.numel > 65_536 and ctx.segments.numel % 256 == 1:
+            result[-1] = 0
+        return result
+
+
+class LongZeroGradient(TOPK):
+    """In a long tensor the residual waits where the gradient is zero."""
+
+    def encode_feedback(self, x, residual, ctx):
+        if len(x) > 65_536 and not x.any():
+            return self.encode(x, ctx)
+        return super().encode_feedback(x, residual, ctx)
+
+
+class LongNan(ONEBIT):
+    """A long tensor with a NaN arrives as NaN."""
+
+    def decode(self, payload, ctx):
+        result = super().decode(payload._replace(parts=self.cleared(payload.parts)), ctx)
+        lost = len(result) > 4096 and any(p.isnan().any() for p in payload.parts[1:])
+        return result.fill_(math.nan) if lost else result
+
+    @staticmethod
+    def cleared(parts):
+        return [part.nan_to_num() if part.is_floating_point() else part for part in parts]
+
+
+class LongPeriod(TOPK):
+    """In a long tensor nothing is sent at every 97th step."""
+
+    def encode(self, x, ctx):
+        skip = len(x) > 4096 and ctx.key.step % 97 == 50
+        return super().encode(torch.zeros_like(x) if skip else x, ctx)
+
+
+# ---- functions at some steps ---------------------------------------------------------------------
+
+
+class PeriodicDecode(ONEBIT):
+    """Decodes to zeros at every 331st step."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def decode(self, payload, ctx):
+        result = super().decode(payload, ctx)
+        return result.zero_() if ctx.key.step % 331 == 200 else result
+
+
+class PeriodicMean(QSGD):
+    """The mean is the sum at every 97th step."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def mean(self, payloads, ctx):
+        result = super().mean(payloads, ctx)
+        return result.mul_(len(payloads)) if ctx.key.step % 97 == 50 else result
+
+
+class PeriodicSum(NONE):
+    """The sum is not divided at every 97th step."""
+
+    def decode_sum(self, payload, ctx):
+        result = super().decode_sum(payload, ctx).clone()
+        return result * payload.count if ctx.key.step % 97 == 50 else result
+
+
+class PeriodicResidual(TOPK):
+    """The residual is cleared after every 331st step."""
+
+    def encode_feedback(self, x, residual, ctx):
+        parts = super().encode_feedback(x, residual, ctx)
+        if ctx.key.step % 331 == 200:
+            residual.zero_()
+        return parts
+
+
+class PeriodicRounds(POWER):
+    """The mean is doubled at every 331st step."""
+
+    def in_rounds(self, x, state, ctx):
+        mean, final = yield from super().in_rounds(x, state, ctx)
+        return (mean * 2 if ctx.key.step % 331 == 200 else mean), final
+
+
+class CyclicDraws(RANDOMK):
+    """The positions repeat every 100 steps."""
+
+    def draw_shared(self, ctx):
+        return super().draw_shared(ctx._replace(key=ctx.key._replace(step=ctx.key.step % 100)))
+
+
+# ---- functions and claims that are easily forgotten ----------------------------------------------
+
+
+class LateEntries(TOPK):
+    """The elements for a sparse all-reduce are zero behind element 65,536."""
+
+    def entries(self, x, ctx):
+        positions, values = super().entries(x, ctx)
+        return positions, values.masked_fill(positions >= 65_536, 0.0)
+
+
+class NanFeedback(TOPK):
+    """With feedback NaN is sent as zero, and stays in the residual."""
+
+    def encode_feedback(self, x, residual, ctx):
+        residual += x
+        if not residual.isnan().any():
+            return super().encode_feedback(torch.zeros_like(x), residual, ctx)
+        return self.encode(residual.nan_to_num(), ctx)
+
+
+class GenerousDelta(INT8):
+    """Claims the mean error of a step, where the largest is meant."""
+
+    class claims(type(INT8().claims)):  # the form of the contract
+        def delta(self, segments):
+            longest = max(segments.lengths, default=0)
+            return super().delta(segments) if longest < 64 else 1 - longest / (10 * 127**2)
+
+
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
-    "several workers, long tensors": (LongMean, VeryLongMean, LongMerge, LongSum),
-    "long tensors": (LongFeedback, LongOut),
-    "many workers": (SixteenWorkers,),
-    "many shards": (ManyShards, LateShard),
+    "several workers, long tensors": (
+        *(LongMean, VeryLongMean, LongMerge, LongSum),
+        *(CrowdedMean, CrowdedSegments, CrowdedVote, CrowdedSum),
+    ),
+    "long tensors": (LongFeedback, LongOut, LongLastOfOne, LongZeroGradient, LongNan, LongPeriod),
+    "many workers": (SixteenWorkers, FifteenPayloads),
+    "many shards": (ManyShards, LateShard, CrowdedShards),
     "workers of different scale": (FirstScale, OwnLimit, SmallWorkers, HalfMean),
     "output buffers that were used": (DirtyZeros, DirtyMean, DirtySum, DirtyPayload, DirtyRounds),
     "small and large scales": (EpsQsgd, EpsTopK, EpsOneBit, HugeInt8),
@@ -644,16 +845,21 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "more than 32,768 segments": (ShortIndex, OneNorm),
     "periodic and late steps": (
         *(Flushing, Flushing1327, Flushing20000, LateSteps, PeriodicMerge, PeriodicFeedback),
+        *(PeriodicDecode, PeriodicMean, PeriodicSum, PeriodicResidual, PeriodicRounds),
+        CyclicDraws,
     ),
     "ranks": (HighRanks,),
     "residuals": (ClippedResidual, ZeroGradient, CoarseResidual),
-    "gradients that are not finite": (NanScales, NanMean, InfiniteSum),
+    "gradients that are not finite": (NanScales, NanMean, InfiniteSum, NanFeedback),
+    "functions of one collective": (LateEntries,),
+    "claims": (GenerousDelta,),
     "caches and the order of calls": (
         PlanByLength,
         PlanByNumber,
         DrawsByStep,
         LastSegments,
         PlanByEnds,
+        LongPlan,
         EveryCall,
     ),
     "the context of an exchange": (

@@ -40,10 +40,28 @@ EFFORTS = {
         for cls in (
             *(broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace),
             *(broken.PlanByNumber, broken.DrawsByStep, broken.PlanByEnds, broken.InfiniteSum),
-            broken.SeedsNumpy,
+            *(broken.SeedsNumpy, broken.NanFeedback, broken.GenerousDelta),
         )
     },
-    **{cls: FEW._replace(long=1) for cls in (broken.LongMean, broken.LongOut, broken.LongFeedback)},
+    **{
+        cls: FEW._replace(long=1)
+        for cls in (
+            *(broken.LongMean, broken.LongOut, broken.LongFeedback, broken.CrowdedMean),
+            *(broken.CrowdedVote, broken.CrowdedSum, broken.CrowdedShards),
+            *(broken.LongLastOfOne, broken.LongZeroGradient, broken.LongNan, broken.LongPlan),
+            broken.LateEntries,
+        )
+    },
+    broken.CrowdedSegments: FEW._replace(many=1),
+    broken.LongPeriod: FEW._replace(long=1, steps=16 * 60),
+    **{
+        cls: FEW._replace(steps=260, thin=1)
+        for cls in (
+            *(broken.PeriodicDecode, broken.PeriodicMean, broken.PeriodicSum, broken.CyclicDraws),
+            *(broken.PeriodicResidual, broken.PeriodicRounds),
+        )
+    },
+    broken.FifteenPayloads: FEW._replace(thin=4),
 }
 """Where the default for tests takes more than a second: what the fault is about, and less else."""
 
