@@ -44,6 +44,8 @@ class HookWorld(DistributedWorld):
         super().__init__(device, store, timeout, watched=False, group=group, limit=limit)
         self.members = self.everyone = tuple(members)
         self.store_answers = True
+        self.place = "no exchange"
+        """This rank's last exchange, and its step; the others read it after a timeout."""
 
     @property
     def rank(self) -> int:
@@ -99,7 +101,7 @@ class HookWorld(DistributedWorld):
         message = (str(error).splitlines() or [""])[0]
         limit = f"the limit is {self.timeout.total_seconds():.0f} s ({self.limit})"
         try:
-            cause, silent = handshake.ask(self._cause_and_silent)
+            cause, silent, places = handshake.ask(self._roll_call)
         except PeerLostError as lost:
             self.store_answers = False
             return PeerLostError(f"{lost}; a collective ended after {waited:.0f} s: {message:.200}")
@@ -108,17 +110,22 @@ class HookWorld(DistributedWorld):
         elif silent:
             ranks = ", ".join(f"rank {rank}" for rank in silent)
             why = (
-                f"without an answer from {ranks}, which has ended or stopped; {limit}. "
-                f"torch: {message:.200}"
+                f"without an answer from {ranks}, which has ended, stopped or waits elsewhere; "
+                f"{limit}. torch: {message:.200}"
             )
         else:
-            why = f"and every rank answers; {limit}. torch: {message:.200}"
+            at = "; ".join(f"rank {rank}: {place}" for rank, place in places.items())
+            why = f"and every rank answers; their last exchanges: {at}; {limit}. torch: "
+            why += f"{message:.200}"
         return PeerLostError(f"rank {self.rank}: a collective ended after {waited:.0f} s {why}")
 
-    def _cause_and_silent(self) -> tuple[str, list[int]]:
-        """Return the error of the rank that failed first, or the ranks that do not answer."""
+    def _roll_call(self) -> tuple[str, list[int], dict[int, str]]:
+        """Return the error of the rank that failed first, the ranks without an answer, or places.
+
+        The places are the ranks' last exchanges.
+        """
         others = [rank for rank in self.everyone if rank != self.rank]
-        self.store.set(_here(self.rank), "")
+        self.store.set(_here(self.rank), self.place)
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
             causes = []
@@ -127,10 +134,13 @@ class HookWorld(DistributedWorld):
                     entry = json.loads(self.store.get(_cause(rank)))
                     causes.append((not entry["first"], f"rank {rank} failed: {entry['text']}"))
             if causes:
-                return min(causes)[1], []
+                return min(causes)[1], [], {}
             silent = [rank for rank in others if not self.store.check([_here(rank)])]
-            if not silent or time.monotonic() > deadline:
-                return "", silent
+            if not silent:
+                every = sorted(self.everyone)
+                return "", [], {rank: self.store.get(_here(rank)).decode() for rank in every}
+            if time.monotonic() > deadline:
+                return "", silent, {}
             time.sleep(0.01)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import checked_rate
@@ -25,6 +29,7 @@ class Rates:
         self.scaler: Any = None
         self._parameters: dict[str, int] = {}
         self._handles: list[Any] = []
+        self._warned = False
         self.add(optimizer, scaler)
 
     def add(self, optimizer: Any, scaler: Any) -> None:
@@ -79,6 +84,44 @@ class Rates:
         for optimizer in self.optimizers:
             handle = optimizer.register_step_post_hook(lambda one, *_: stepped(one))
             self._handles.append(handle)
+        self._handles.append(self._watch_others())
+
+    def _watch_others(self) -> Any:
+        """Call `_compare` after each step of any optimizer; return the handle that ends this."""
+        here = weakref.ref(self)  # a hook that is never closed may still be freed
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            rates = here()
+            if rates is not None:
+                rates._compare(optimizer)
+
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
+        return handle
+
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if another optimizer moves a parameter at a rate that is not followed."""
+        if self._warned or any(optimizer is each for each in self.optimizers):
+            return
+        names = {number: name for name, number in self._parameters.items()}
+        followed = dict(zip(self._parameters, self.of([*self._parameters]), strict=True))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name, rate = names.get(id(parameter)), group.get("lr")
+                if name is None or parameter.grad is None or rate is None:
+                    continue
+                expected = followed[name]
+                if expected is None or not math.isclose(float(rate), expected, rel_tol=1e-6):
+                    self._warned = True
+                    warnings.warn(
+                        f"an optimizer that the hook does not follow ({type(optimizer).__name__}) "
+                        f"moves {name} with the learning rate {float(rate):g}; the hook follows "
+                        f"{'none' if expected is None else f'{expected:g}'} for it. Pass all "
+                        "optimizers: optimizer=[first, second]. For one that replaces another, "
+                        "close the hook and register a new one; its state keeps the residuals",
+                        stacklevel=4,
+                    )
+                    return
 
     def of(
         self, names: Sequence[str], stepped: torch.optim.Optimizer | None = None

@@ -56,3 +56,40 @@ def test_a_step_of_one_of_several_optimizers_records_only_its_rates(level):
     level.begin(2, rates)
     assert level.exchange.rates == [[0.5, 8.0]]
     assert residual.tolist() == [2.0] * 4 + [4.0] * 4
+
+
+@pytest.fixture
+def followed(level):
+    """A hook that follows the optimizer of "a" alone, and the parameters."""
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in "ab"}
+    for parameter in parameters.values():
+        parameter.grad = torch.ones(4)
+    first = torch.optim.SGD([parameters["a"]], lr=1.0)
+    rates = Rates(first, None)
+    OneLevel(level, rates)._follow_steps(parameters)
+    yield parameters, rates
+    rates.close()
+
+
+def test_an_optimizer_that_is_not_followed_is_named_once(followed):
+    parameters, _ = followed
+    other = torch.optim.SGD([parameters["b"]], lr=0.5)
+    with pytest.warns(UserWarning, match=r"SGD.*moves b with the learning rate 0\.5"):
+        other.step()
+    other.step()  # warnings are errors
+
+
+def test_an_optimizer_that_replaces_a_followed_one_is_named_at_another_rate(followed):
+    parameters, _ = followed
+    new = torch.optim.Adam([parameters["a"]], lr=1.0)
+    new.step()
+    new.param_groups[0]["lr"] = 0.01
+    with pytest.warns(UserWarning, match=r"Adam.*rate 0\.01; the hook follows 1 for it"):
+        new.step()
+
+
+def test_optimizers_of_other_models_and_of_a_closed_hook_are_not_compared(followed):
+    parameters, rates = followed
+    torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.5).step()
+    rates.close()
+    torch.optim.SGD([parameters["b"]], lr=0.5).step()
