@@ -64,11 +64,11 @@ class Case:
     def gradients(self, segments: Segments) -> list[Tensor]:
         """Return the gradients of the first workers, of which further ones repeat the payloads.
 
-        40 in inputs of fewer than 100 elements, 3 in long ones, `DISTINCT` in others.
+        18 in inputs of fewer than 100 elements, 3 in long ones, `DISTINCT` in others.
         """
         family, factor = inputs.EVERY_FAMILY[self.values], inputs.SPREADS[self.spread]
         n = segments.numel
-        count = min(self.workers, 40 if n < 100 else DISTINCT if n < 10_000 else 3)
+        count = min(self.workers, 18 if n < 100 else DISTINCT if n < 10_000 else 3)
         scale = 2.0**self.scale
         return [
             family(segments, rank + self.seed % 1000) * (factor(rank) * scale)
@@ -163,6 +163,7 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
         if count:
             yield Case(shapes, workers=3)
             yield Case(shapes, workers=2, values="signs")
+        if count > 1 or (count and shapes is not inputs.MANY):
             yield Case(shapes, workers=CROWD, residual="gradient zero")
         for family in exact[:count]:
             yield Case(shapes, workers=3, values=f"exact {family}")

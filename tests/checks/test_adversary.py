@@ -52,7 +52,7 @@ EFFORTS = {
             broken.LateEntries,
         )
     },
-    broken.CrowdedSegments: FEW._replace(many=1),
+    broken.CrowdedSegments: FEW._replace(many=2),
     broken.LongPeriod: FEW._replace(long=1, steps=16 * 60),
     **{
         cls: FEW._replace(steps=260, thin=1)
