@@ -104,24 +104,25 @@ class Rates:
         if self._warned or any(optimizer is each for each in self.optimizers):
             return
         names = {number: name for name, number in self._parameters.items()}
-        followed = dict(zip(self._parameters, self.of([*self._parameters]), strict=True))
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name, rate = names.get(id(parameter)), group.get("lr")
-                if name is None or parameter.grad is None or rate is None:
-                    continue
-                expected = followed[name]
-                if expected is None or not math.isclose(float(rate), expected, rel_tol=1e-6):
-                    self._warned = True
-                    warnings.warn(
-                        f"an optimizer that the hook does not follow ({type(optimizer).__name__}) "
-                        f"moves {name} with the learning rate {float(rate):g}; the hook follows "
-                        f"{'none' if expected is None else f'{expected:g}'} for it. Pass all "
-                        "optimizers: optimizer=[first, second]. For one that replaces another, "
-                        "close the hook and register a new one; its state keeps the residuals",
-                        stacklevel=4,
-                    )
-                    return
+        moved = [
+            (names[id(parameter)], float(group["lr"]))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names and parameter.grad is not None and "lr" in group
+        ]
+        followed = self.of([name for name, _ in moved])
+        for (name, rate), expected in zip(moved, followed, strict=True):
+            if expected is None or not math.isclose(rate, expected, rel_tol=1e-6):
+                self._warned = True
+                warnings.warn(
+                    f"an optimizer that the hook does not follow ({type(optimizer).__name__}) "
+                    f"moves {name} with the learning rate {rate:g}; the hook follows "
+                    f"{'none' if expected is None else f'{expected:g}'} for it. Pass all "
+                    "optimizers: optimizer=[first, second]. For one that replaces another, "
+                    "close the hook and register a new one; its state keeps the residuals",
+                    stacklevel=4,
+                )
+                return
 
     def of(
         self, names: Sequence[str], stepped: torch.optim.Optimizer | None = None
