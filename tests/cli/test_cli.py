@@ -468,14 +468,15 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict(monkeypatch):
 
 
 def test_verify_answers_in_25_lines(capsys):
-    """Ten configurations, and every function of the contract."""
-    covered = {function: Covered(1, 2, 3, 4, 5) for function in FUNCTIONS}
+    """Ten configurations, and every function that one method may have: not both of the last two."""
+    functions = FUNCTIONS[:-1]
+    covered = {function: Covered(1, 2, 3, 4, 5) for function in functions}
     rows = [{"configuration": "a", "check": "b", "verdict": "holds"}] * 30
     results = [verify.Verified("a=1 b=2", rows, covered, 3000, 1.0)] * 10
     listings.show_verified(results, verify.together(results))
     out = capsys.readouterr().out
     assert len(out.splitlines()) <= 25
-    assert all(function in out for function in FUNCTIONS)
+    assert all(function in out for function in functions)
 
 
 def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
