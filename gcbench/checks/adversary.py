@@ -283,9 +283,8 @@ class Search:
     def _worst_value(self) -> None:
         """The value beside a larger one that loses most, in all other elements of a segment."""
         calls, method = self.calls, self.calls.method
-        claims = method.claims
         key, length = Key(7, 1, 0), self.profile.group
-        if not claims.contractive or self.profile.random or length < 2:
+        if not method.claims.contractive or self.profile.random or length < 2:
             return
         calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
         segments = calls_of.segments_of(method, ((length,),))
@@ -294,24 +293,26 @@ class Search:
             shared = calls.shared([x], segments, key)
             return calls.decode(calls.encode(x, segments, shared, key), segments, shared)
 
+        where, rest = f"{length} elements: 1, then fractions of it", length - 1
         tried, lost = [], []
-        fractions = torch.arange(1, 4 * 1024 + 1) / (4 * 1024.0)
-        for part in torch.split(fractions, length - 1):
-            x = torch.ones(length)
-            x[1 : len(part) + 1] = part
-            tried.append(x[1:])
-            lost.append((decoded(x) - x).double()[1:].square())
-        values, errors = torch.cat(tried), torch.cat(lost)
-        rest = length - 1
-        worst = int((rest * errors / (1 + rest * values.double().square())).argmax())
-        x = torch.full((length,), float(values[worst]))
-        x[0] = 1.0
         try:
-            errors_of = [oracle.error_energy(x, decoded(x))]
-            oracle.contraction(calls, x, segments, errors_of, random=False)
-        except FaultError as fault:
+            for part in torch.split(torch.arange(1, 4097) / 4096.0, rest):
+                x = torch.ones(length)
+                x[1 : len(part) + 1] = part
+                tried.append(x[1:])
+                lost.append((decoded(x) - x).double()[1:].square())
+            values, errors = torch.cat(tried), torch.cat(lost)
+            worst = int((rest * errors / (1 + rest * values.double().square())).argmax())
+            x = torch.full((length,), float(values[worst]))
+            x[0] = 1.0
             where = f"{length} elements: 1, then {float(values[worst]):.6g}"
+            energy = oracle.error_energy(x, decoded(x))
+            oracle.contraction(calls, x, segments, [energy], random=False)
+        except FaultError as fault:
             self.findings.append(Finding(fault.function, fault.what, where))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self.findings.append(Finding(calls.last, what, where))
 
     def _sum(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
         summands = [self.calls.summand(p, len(payloads), segments, shared) for p in payloads]

@@ -27,9 +27,9 @@ RATES = (1.0, 0.1, 1e-3, 1e-8, 64.0)
 DIRTY = (0xFF, 0x3F, 0x7E)
 RESIDUALS = ("normal", "zero", "2000 times", "minus the gradient", "gradient zero", "both zero")
 DISTINCT = 5
-"""Gradients of different workers in one input; further workers repeat their payloads."""
+"""Different gradients in an input of 100 to 10,000 elements; further workers repeat payloads."""
 CROWD = 9
-"""Workers of some long inputs, of three gradients."""
+"""Workers of one input of each long shape; they share three gradients."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
         return whole.shard(start, whole.numel)[0] if self.shard and start else whole
 
     def gradients(self, segments: Segments) -> list[Tensor]:
-        """Return the gradients of the first workers, of which further ones repeat the payloads.
+        """Return the gradients of the first workers, whose payloads further ones repeat.
 
         18 in inputs of fewer than 100 elements, 3 in long ones, `DISTINCT` in others.
         """

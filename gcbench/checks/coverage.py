@@ -95,8 +95,11 @@ def page(rows: list[dict[str, Any]]) -> str:
         "Not covered:",
         "",
         "* larger inputs than the table's;",
-        "* faults at single steps, or with a period that is neither below 2,048 nor round; on "
-        f"inputs of more than 3,000 elements, with a period above {cases.FULL.steps // 16};",
+        "* faults at single steps, or with a period that is neither below "
+        f"{cases.FULL.steps:,} nor round; on inputs of more than 3,000 elements, with a period "
+        f"above {cases.FULL.steps // 16} (below {cases.LIBRARY.steps} and above "
+        f"{cases.LIBRARY.steps // 16} for methods whose last bits a library decides; less for "
+        "configurations other than the default);",
         f"* more than {cases.CROWD} workers on inputs of more than 10,000 elements;",
         "* faults in single elements of long tensors, which the noise of a random code hides;",
         "* faults that need special values of three dimensions at once (all pairs are tried for "

@@ -385,8 +385,8 @@ class Hook:
 
     def _common(self, position: str, step: int, levels: Sequence[Level]) -> Common:
         """Return what must be the same on all ranks at an exchange of these levels."""
-        for world in self._worlds():
-            world.place = f"{position}, step {step}"
+        for level in levels:
+            level.world.place[0] = f"{position}, step {step}"
         values: dict[str, Any] = {
             "position": position,
             "step": step,

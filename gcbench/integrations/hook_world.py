@@ -44,8 +44,9 @@ class HookWorld(DistributedWorld):
         super().__init__(device, store, timeout, watched=False, group=group, limit=limit)
         self.members = self.everyone = tuple(members)
         self.store_answers = True
-        self.place = "no exchange"
-        """This rank's last exchange, and its step; the others read it after a timeout."""
+        self.place = ["no exchange"]
+        """This rank's last exchange, and its step, in the one element of a list that worlds which
+        joined share; the other ranks read it after a time-out."""
 
     @property
     def rank(self) -> int:
@@ -81,6 +82,7 @@ class HookWorld(DistributedWorld):
     def join(self, other: HookWorld) -> None:
         """Use the process group of another of this rank's worlds."""
         self.store, self.everyone, self.group = other.store, other.everyone, other.group
+        self.place = other.place
 
     def report(self, error: BaseException) -> None:
         """Write this rank's error to the store, where the others look for the cause.
@@ -110,7 +112,7 @@ class HookWorld(DistributedWorld):
         elif silent:
             ranks = ", ".join(f"rank {rank}" for rank in silent)
             why = (
-                f"without an answer from {ranks}, which has ended, stopped or waits elsewhere; "
+                f"without an answer from {ranks}, which has ended or stopped, or waits elsewhere; "
                 f"{limit}. torch: {message:.200}"
             )
         else:
@@ -125,7 +127,7 @@ class HookWorld(DistributedWorld):
         The places are the ranks' last exchanges.
         """
         others = [rank for rank in self.everyone if rank != self.rank]
-        self.store.set(_here(self.rank), self.place)
+        self.store.set(_here(self.rank), self.place[0])
         deadline = time.monotonic() + ROLL_CALL_SECONDS
         while True:
             causes = []

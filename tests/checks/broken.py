@@ -748,9 +748,10 @@ class LongPeriod(TOPK):
 
 
 class PeriodicDecode(ONEBIT):
-    """Decodes to zeros at every 331st step."""
+    """Decodes to zeros at every 331st step, also for a mean."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+    mean = Compressor.mean
 
     def decode(self, payload, ctx):
         result = super().decode(payload, ctx)

@@ -27,7 +27,7 @@ def worlds(monkeypatch):
     for world, place in zip(
         both, ("exchange of gradients, step 3", "forward, step 4"), strict=True
     ):
-        world.store, world.place = store, place
+        world.store, world.place[0] = store, place
     return both
 
 
@@ -48,3 +48,10 @@ def test_a_rank_that_does_not_answer_may_wait_elsewhere(worlds, monkeypatch):
 def test_the_cause_is_the_error_of_the_rank_that_failed_first(worlds):
     worlds[1].report(ValueError("the first"))
     assert "because rank 1 failed: ValueError: the first" in str(worlds[0]._lost(TIMED_OUT, 25.0))
+
+
+def test_worlds_of_one_group_share_the_last_exchange(worlds):
+    first, second = worlds
+    second.join(first)
+    first.place[0] = "exchange of gradients, step 5"
+    assert second.place == ["exchange of gradients, step 5"]
