@@ -747,7 +747,7 @@ class LongPeriod(TOPK):
 # ---- functions at some steps ---------------------------------------------------------------------
 
 
-class PeriodicDecode(ONEBIT):
+class PeriodicDecode(INT8):
     """Decodes to zeros at every 331st step, also for a mean."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
