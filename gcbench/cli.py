@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -169,9 +168,8 @@ def data_get(
 ) -> None:
     """Download a data set, or check the files if they are there, and print its folder."""
     from gcbench.core import data
-    from gcbench.core import progress as showing
 
-    folder = data.get(name, data_dir, partial(showing.observer, progress.value))
+    folder = data.get(name, data_dir, progress.value)
     _print_folder(name, folder, as_json=as_json)
 
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import logging
 import math
 import os
+import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import filelock
 import numpy as np
@@ -27,13 +24,11 @@ import pooch
 import requests
 import torch
 from torch import Tensor
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from gcbench.core.errors import GcbenchError, unknown
 
 TIMEOUT = 30.0
 """Seconds without a response after which a download fails."""
-CHUNK = 1 << 16
 
 Examples = tuple[Tensor, Tensor]
 """uint8 images (n, channels, height, width) and int64 labels (n,)."""
@@ -191,37 +186,12 @@ def find(name: str, data_dir: Path | None = None) -> list[Path]:
     return [folder / file.name for file in source.files]
 
 
-class Shown(Protocol):
-    """A progress display."""
-
-    def step(self, step: int, message: str = "") -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
-
-
-Watch = Callable[[str, int], Shown]
-"""Creates the progress display of a file, given its name and size in bytes."""
-
-
-class _Bar:
-    """A progress bar on stderr if that is a terminal."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.bar = tqdm(desc=name, total=size, unit="B", unit_scale=True, disable=None)
-
-    def step(self, step: int, message: str = "") -> None:
-        self.bar.update(step - self.bar.n)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-def get(name: str, data_dir: Path | None = None, watch: Watch = _Bar) -> Path:
+def get(name: str, data_dir: Path | None = None, progress: str = "auto") -> Path:
     """Download missing files of `name` to `data_dir` or the cache, and return their folder.
 
-    `watch` displays the progress of each download, by default a bar on a terminal. An interrupted
-    download is resumed. Invalid files are downloaded again in the cache, but never overwritten in
-    `data_dir`.
+    `progress`: `bar` displays a progress bar on stderr, `plain` prints the addresses, `none`
+    nothing; `auto` is `bar` on a terminal, otherwise `plain`. Invalid files are downloaded again in
+    the cache, but never overwritten in `data_dir`.
 
     Raises:
         UsageError: `name` is unknown.
@@ -240,7 +210,7 @@ def get(name: str, data_dir: Path | None = None, watch: Watch = _Bar) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(root / f".{source.folder}.lock"):
-            _fetch_all(name, source, root, watch)
+            _fetch_all(name, source, root, progress)
     except OSError as error:
         place = "--data-dir or GCBENCH_DATA" if data_dir else "GCBENCH_CACHE"
         raise GcbenchError(
@@ -267,7 +237,7 @@ def _by_hand(source: Source, root: Path) -> str:
     return f"Download {names} from {' or '.join(source.mirrors)} into {root / source.folder}"
 
 
-def _fetch_all(name: str, source: Source, root: Path, watch: Watch) -> None:
+def _fetch_all(name: str, source: Source, root: Path, progress: str) -> None:
     """Download and unpack missing files, unless another process did while this one waited."""
     folder = root / source.folder
     if not any(file.fault(folder / file.name) for file in source.files):
@@ -275,12 +245,12 @@ def _fetch_all(name: str, source: Source, root: Path, watch: Watch) -> None:
     into = root if source.archive else folder
     for file in source.downloads:
         try:
-            _fetch(file, source.mirrors, into, watch)
+            _fetch(file, source.mirrors, into, progress)
         except (requests.RequestException, ValueError) as error:
             raise GcbenchError(
-                f"{name}: {file.name} cannot be downloaded ({_reason(error)}). Try again to resume "
-                f"the download. Or: {_by_hand(source, root)}, or to a folder set by --data-dir or "
-                "GCBENCH_DATA. `--task digits` needs no download."
+                f"{name}: {file.name} cannot be downloaded ({_reason(error)}). Try again. Or: "
+                f"{_by_hand(source, root)}, or to a folder set by --data-dir or GCBENCH_DATA. "
+                "`--task digits` needs no download."
             ) from error
     if source.archive:
         _unpack(source, into / source.archive.name, folder)
@@ -295,109 +265,37 @@ def _reason(error: Exception) -> str:
     if isinstance(error, requests.RequestException):
         broke = isinstance(error, requests.exceptions.ChunkedEncodingError)
         return "connection lost" if broke else "no connection"
-    return str(error)
+    return "the server has another file: its SHA-256 differs"
 
 
-def _fetch(file: File, mirrors: tuple[str, ...], into: Path, watch: Watch) -> None:
-    """Download one file to the folder `into`, from the first mirror that provides all of it.
+def _fetch(file: File, mirrors: tuple[str, ...], into: Path, progress: str) -> None:
+    """Download one file to the folder `into`, from the first mirror that provides it.
 
     Raises:
         requests.RequestException: the last mirror cannot be reached, or the connection is lost.
         ValueError: the last mirror has another file.
     """
-    part = into / f"{file.name}.part"
-    failure: Exception | None = None
-    for mirror in mirrors:
-        try:
-            # The rest of an earlier download in `part` may cause a wrong checksum: retry without.
-            resumed = part.exists()
-            try:
-                _retrieve(file.address(mirror), file, into, part, watch)
-            except ValueError:
-                if not resumed:
-                    raise
-                _retrieve(file.address(mirror), file, into, part, watch)
-        except (requests.RequestException, ValueError) as error:
-            failure = error
-        else:
-            return
-    assert failure is not None, "a source has at least one mirror"
-    raise failure
-
-
-def _retrieve(url: str, file: File, into: Path, part: Path, watch: Watch) -> None:
-    with _quiet():
-        pooch.retrieve(
-            url,
-            known_hash=f"sha256:{file.sha256}",
-            fname=file.name,
-            path=into,
-            downloader=Resume(part, file, watch),
-        )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence pooch's messages about temporary files and checksums."""
+    bar = progress == "bar" or (progress == "auto" and sys.stderr.isatty())
+    failures: list[Exception] = []
     logger = pooch.get_logger()
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    silent, logger.disabled = logger.disabled, bar or progress == "none"
     try:
-        yield
+        for mirror in mirrors:
+            try:
+                pooch.retrieve(
+                    file.address(mirror),
+                    known_hash=f"sha256:{file.sha256}",
+                    fname=file.name,
+                    path=into,
+                    downloader=pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT),
+                )
+            except (requests.RequestException, ValueError) as error:
+                failures.append(error)
+            else:
+                return
     finally:
-        logger.setLevel(level)
-
-
-@dataclass(frozen=True)
-class Resume:
-    """A downloader for pooch that resumes an unfinished download from the file `part`.
-
-    `file`: name, size and checksum of the complete file. `watch`: see `get`.
-    """
-
-    part: Path
-    file: File
-    watch: Watch = _Bar
-
-    def __call__(self, url: str, output_file: str, _pooch: object) -> None:
-        """Download `url` to `output_file` and display the progress.
-
-        Raises:
-            requests.RequestException: no connection, an error status, or a lost connection.
-            ValueError: the server has another file; `part` is then removed.
-        """
-        have = self.part.stat().st_size if self.part.exists() else 0
-        if have < self.file.size:
-            # `identity`: a compressing server would count compressed bytes in a range.
-            headers = {"Accept-Encoding": "identity"}
-            if have:
-                headers["Range"] = f"bytes={have}-"
-            with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
-                response.raise_for_status()
-                if not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-                    have = 0
-                self._receive(response, have)
-        if self.part.stat().st_size < self.file.size:
-            raise requests.exceptions.ChunkedEncodingError("the server closed the connection")
-        if fault := self.file.fault(self.part):
-            self.part.unlink()
-            raise ValueError(f"the downloaded file {fault}")
-        self.part.replace(output_file)
-
-    def _receive(self, response: requests.Response, have: int) -> None:
-        size = self.file.size
-        whole = have + int(response.headers.get("Content-Length", size - have))
-        if whole != size:
-            raise ValueError(f"the server has {whole:,} bytes, expected {size:,}")
-        shown = self.watch(self.file.name, size)
-        try:
-            with self.part.open("ab" if have else "wb") as file:
-                for chunk in response.iter_content(CHUNK):
-                    shown.step(have, f"{have / 1e6:.1f} of {size / 1e6:.1f} MB")
-                    have += file.write(chunk)
-                shown.step(have)
-        finally:
-            shown.close()
+        logger.disabled = silent
+    raise failures[-1]
 
 
 def _unpack(source: Source, archive: Path, folder: Path) -> None:

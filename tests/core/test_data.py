@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import gzip
 import hashlib
 import io
@@ -20,14 +21,15 @@ import torch
 from gcbench.core import data
 from gcbench.core.errors import GcbenchError, UsageError
 
+# pooch leaves a response open when its connection breaks off.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed <socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 CONTENT = bytes(range(256)) * 1024
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files` by name; breaks off once after `cut` bytes.
-
-    Without `ranges` it sends the whole file always, without `length` it does not say how long.
-    """
+    """Serves `files` by name; breaks off once after `cut` bytes."""
 
     daemon_threads = True
 
@@ -35,9 +37,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
         self.cut: int | None = None
-        self.ranges = True
-        self.length = True
-        self.asked: list[tuple[str, str | None]] = []
+        self.asked: list[str] = []
 
     @property
     def url(self) -> str:
@@ -51,22 +51,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        name, wanted = self.path.lstrip("/"), self.headers["Range"]
-        self.server.asked.append((name, wanted))
+        name = self.path.lstrip("/")
+        self.server.asked.append(name)
         if name not in self.server.files:
             self.send_error(404)
             return
-        body, start = self.server.files[name], 0
-        if wanted and self.server.ranges:
-            start = int(wanted.removeprefix("bytes=").rstrip("-"))
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        else:
-            self.send_response(200)
-        if self.server.length:
-            self.send_header("Content-Length", str(len(body) - start))
+        body = self.server.files[name]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[start:][: self.server.cut])
+        self.wfile.write(body[: self.server.cut])
         self.server.cut = None
 
 
@@ -79,6 +73,7 @@ def server() -> Iterator[Server]:
     running.shutdown()
     thread.join()
     running.server_close()
+    gc.collect(1)  # the open responses end here, not in another test
 
 
 @pytest.fixture(autouse=True)
@@ -108,129 +103,71 @@ def closed_port() -> str:
 
 
 def test_download_goes_to_the_cache_once(
-    server: Server,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes = logging.StreamHandler(io.StringIO())
-    monkeypatch.setattr(pooch.get_logger(), "handlers", [notes])
     publish(monkeypatch, server.url)
     server.files["a.gz"] = CONTENT
     assert data.find("mnist") == [cache / "mnist" / "a.gz"]
     assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
     assert data.get("mnist") == data.path("mnist") == cache / "mnist"
-    assert server.asked == [("a.gz", None)]
-    assert capfd.readouterr() == ("", ""), "no bar without a terminal"
-    assert notes.stream.getvalue() == "", "pooch keeps its notes to itself"
+    assert server.asked == ["a.gz"]
 
 
-def test_a_download_shows_its_bytes_as_it_was_asked_to(
+def test_a_download_shows_its_progress_as_requested(
     server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from commands import invoke
 
+    messages = io.StringIO()
+    monkeypatch.setattr(pooch.get_logger(), "handlers", [logging.StreamHandler(messages)])
     monkeypatch.delenv("GCBENCH_DATA", raising=False)
     publish(monkeypatch, server.url)
     server.files["a.gz"] = CONTENT
-    size, outputs = len(CONTENT), []
     for how in ("none", "plain", "bar", "auto"):
         (cache / "mnist" / "a.gz").unlink(missing_ok=True)
+        messages.truncate(0)
         done = invoke("data", "get", "mnist", "--progress", how)
-        assert done.code == 0
-        outputs.append(done.out)
-        first = f"a.gz  0/{size}  0.0 of {size / 1e6:.1f} MB\n"
-        if how in ("none", "plain", "auto"):  # auto, without a terminal, is plain
-            assert done.err == ("" if how == "none" else first)
-        else:
-            assert f"{size}/{size}" in done.err
+        assert (done.code, done.out) == (0, f"{cache / 'mnist'}\n")
+        # auto, without a terminal, is plain
+        assert (server.url + "a.gz" in messages.getvalue()) == (how in ("plain", "auto"))
+        assert ("100%" in done.err) == (how == "bar")
         again = invoke("data", "get", "mnist", "--progress", how)
         assert (again.out, again.err) == (done.out, ""), "nothing to download, nothing to show"
-    assert set(outputs) == {f"{cache / 'mnist'}\n"}
-    result = [
-        invoke("data", "get", "mnist", "--json", "--progress", h).json for h in ("none", "bar")
-    ]
-    assert result[0] == result[1]
 
 
-def test_cut_download_is_kept_and_continued(
+def test_a_lost_connection_leaves_nothing_and_the_next_attempt_succeeds(
     server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(monkeypatch, server.url)
     server.files["a.gz"], server.cut = CONTENT, 100_000
     with pytest.raises(GcbenchError, match=r"a\.gz .*connection lost"):
         data.get("mnist")
-    part = cache / "mnist" / "a.gz.part"
-    assert part.read_bytes() == CONTENT[: data.CHUNK], "whole chunks are kept"
+    assert list((cache / "mnist").iterdir()) == []
     data.get("mnist")
-    assert server.asked == [("a.gz", None), ("a.gz", f"bytes={data.CHUNK}-")]
     assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
-    assert not part.exists()
 
 
-def test_second_mirror_continues_what_the_first_began(
+def test_the_next_mirror_is_tried(
     server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(monkeypatch, closed_port(), server.url + "gone/", server.url, server.url)
     server.files["a.gz"], server.cut = CONTENT, 100_000
     data.get("mnist")
-    rest = f"bytes={data.CHUNK}-"
-    assert server.asked == [("gone/a.gz", None), ("a.gz", None), ("a.gz", rest)]
-    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
-
-
-def test_cut_without_a_stated_length_is_noticed(
-    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(monkeypatch, server.url)
-    server.files["a.gz"], server.cut, server.length = CONTENT, 100_000, False
-    with pytest.raises(GcbenchError, match="connection lost"):
-        data.get("mnist")
-    assert (cache / "mnist" / "a.gz.part").read_bytes() == CONTENT[:100_000]
-
-
-def test_server_without_ranges_starts_again(
-    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish(monkeypatch, server.url)
-    server.files["a.gz"], server.ranges = CONTENT, False
-    (cache / "mnist").mkdir(parents=True)
-    (cache / "mnist" / "a.gz.part").write_bytes(CONTENT[:77])
-    data.get("mnist")
-    assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize("stale", [b"x" * 10, b"x" * len(CONTENT), b"x" * 2 * len(CONTENT)])
-def test_part_of_another_file_is_thrown_away(
-    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, stale: bytes
-) -> None:
-    publish(monkeypatch, server.url)
-    server.files["a.gz"] = CONTENT
-    (cache / "mnist").mkdir(parents=True)
-    (cache / "mnist" / "a.gz.part").write_bytes(stale)
-    data.get("mnist")
+    assert server.asked == ["gone/a.gz", "a.gz", "a.gz"]
     assert (cache / "mnist" / "a.gz").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
-    ("served", "message"),
-    [
-        (
-            CONTENT[:-1] + b"?",
-            "SHA-256 [0-9a-f]{64}, expected [0-9a-f]{64}",
-        ),
-        (CONTENT + b"?", "the server has 262,145 bytes, expected 262,144"),
-        (b"<html>please log in</html>", "the server has 26 bytes, expected 262,144"),
-    ],
+    "served", [CONTENT[:-1] + b"?", CONTENT + b"?", b"<html>please log in</html>"]
 )
 def test_wrong_content_is_refused_and_not_kept(
-    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, served: bytes, message: str
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch, served: bytes
 ) -> None:
     publish(monkeypatch, server.url)
     server.files["a.gz"] = served
-    with pytest.raises(GcbenchError, match=message):
+    with pytest.raises(GcbenchError, match="SHA-256"):
         data.get("mnist")
-    assert [file.name for file in cache.glob("mnist/*")] == []
+    assert list((cache / "mnist").iterdir()) == []
 
 
 def test_damaged_file_in_the_cache_is_fetched_again(
@@ -301,7 +238,7 @@ def test_a_file_that_is_published_under_another_name(
         data.find("shakespeare")
     server.files["input.txt"] = content
     assert bytes(data.shakespeare().tolist()) == content
-    assert server.asked == [("input.txt", None)] * 2
+    assert server.asked == ["input.txt"] * 2
     assert [path.name for path in (cache / "text").iterdir()] == ["tinyshakespeare.txt"]
 
 
