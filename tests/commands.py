@@ -54,13 +54,13 @@ def invoke(*words: object, main: Callable[[], None] = cli.main, pictures: bool =
     out, err, code = io.StringIO(), io.StringIO(), 0
     argv = ["gcbench", *map(str, words)]
     drawing = pictures or "--plot" in argv
-    drawn = deliveries.studies if drawing else SimpleNamespace(draw=lambda _, path: [path])
+    drawn = deliveries.kinds if drawing else SimpleNamespace(draw=lambda _, path: [path])
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", argv),
         mock.patch.object(verify, "effort_for", brief),
-        mock.patch.object(deliveries, "studies", drawn),
+        mock.patch.object(deliveries, "kinds", drawn),
     ):
         try:
             main()

@@ -35,10 +35,10 @@ def pytest_configure(config):
 TESTS = Path(__file__).parent
 LONGEST = (
     *("core/test_contract.py", "project/test_pages.py", "integrations/test_fsdp.py"),
-    *("ops/test_kernels.py", "training/test_launch.py", "studies/test_bounds_mutants.py"),
+    *("ops/test_kernels.py", "training/test_launch.py", "checks/test_bounds_mutants.py"),
     *("training/test_engines.py", "integrations/test_ddp.py", "report/test_report.py"),
     *("watch/test_watch.py", "netlab/test_netlab.py", "cli/test_cli.py"),
-    *("profile/test_bandwidth.py", "studies/test_bounds.py", "ops/test_cuda.py"),
+    *("profile/test_bandwidth.py", "checks/test_bounds.py", "ops/test_cuda.py"),
     *("training/test_nodes.py", "project/test_packaging.py", "training/test_interrupts.py"),
 )
 """Files that take longest. They start first, so that at the end every process has short ones."""

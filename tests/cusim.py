@@ -155,12 +155,12 @@ class Shim:
         """Write the library of a .cu file; several processes may do so at once."""
         unit = library.with_name(f"{family}-{os.getpid()}.cpp")
         unit.write_text(translation_unit(self.sources / f"{family}.cu"))
-        made = unit.with_suffix(".so")
-        command = ["g++", *FLAGS, f"-I{kernel_sources()}", "-shared", "-o", made, unit]
+        built = unit.with_suffix(".so")
+        command = ["g++", *FLAGS, f"-I{kernel_sources()}", "-shared", "-o", built, unit]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{family}.cu does not compile for the CPU:\n{done.stderr}")
-        made.replace(library)
+        built.replace(library)
 
     def launch(
         self,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from gcbench import studies
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.report import kinds
 
 if TYPE_CHECKING:
     from gcbench.core import progress
@@ -158,7 +158,7 @@ class Output(NamedTuple):
         shown = "json" if self.json else self.format_.value
         output.emit(measuring.render(analysis, shown, details=self.details))
         for path in filter(None, (folder / f"{analysis.kind}.png", self.plot)):
-            drawn = (draw or studies.draw)(analysis, path) or [path]
+            drawn = (draw or kinds.draw)(analysis, path) or [path]
             say(f"wrote {', '.join(map(str, drawn))}")
 
     def run(self, study: Any, settings: Any, steps: int, code: str = "", **more: Any) -> Analysis:

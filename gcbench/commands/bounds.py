@@ -68,9 +68,9 @@ def bounds(
     declares what is not true of it: a method of your own is judged by what its class declares, or
     inherits.
     """
+    from gcbench.checks import bounds as measure
     from gcbench.core.errors import UsageError
     from gcbench.report import analysis as measuring
-    from gcbench.studies import bounds as measure
     from gcbench.training import grid
 
     options = grid.pairs("--task-set", task_set)

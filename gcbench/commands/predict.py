@@ -120,7 +120,7 @@ def compressed(specs: str | None) -> list[str]:
     Raises:
         UsageError: see `methods.all_of`, or only `none` is listed.
     """
-    from gcbench.studies import methods
+    from gcbench.training import methods
 
     chosen = [spec for spec in methods.all_of(specs) if spec != "none"]
     if not chosen:
@@ -185,7 +185,7 @@ def predict(
     """Predict step times on a cluster: with speedup and cost, for each method."""
     from gcbench.predict import links as break_even
     from gcbench.predict import prediction, validation
-    from gcbench.studies import methods
+    from gcbench.training import methods
 
     study: Any
     if validate:

@@ -36,9 +36,8 @@ def report(
 
     The page needs no network.
     """
-    from gcbench import studies
     from gcbench.core import progress as showing
-    from gcbench.report import bundle, page, suite_match
+    from gcbench.report import bundle, kinds, page, suite_match
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
@@ -58,7 +57,7 @@ def report(
     page.check(output)
     try:
         text = page.page(
-            contents, studies.draw, title=title, target=target, suites=beside, progress=show
+            contents, kinds.draw, title=title, target=target, suites=beside, progress=show
         )
     finally:
         for observer in observers:

@@ -38,7 +38,7 @@ from gcbench.predict.clusters import Device
 from gcbench.predict.networks import Shapes
 from gcbench.profile.breakeven import COPY, FLOAT
 from gcbench.report import analysis
-from gcbench.studies import methods
+from gcbench.training import methods
 
 KIND = "bandwidth"
 """The kind of analysis that contains measured times."""

@@ -26,7 +26,7 @@ from gcbench.profile.bandwidth.worker import shapes
 from gcbench.profile.breakeven import FLOAT, Cost, covers, pays_fields
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.studies import methods
+from gcbench.training import methods
 
 KIND = "links"
 STORED = "assumed"

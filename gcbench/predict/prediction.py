@@ -33,7 +33,7 @@ from gcbench.predict.validation import Band, band
 from gcbench.profile.breakeven import CAST, FLOAT, links_text, rate_text
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.studies import methods
+from gcbench.training import methods
 
 KIND = "prediction"
 STEPS_PRICED = 1000

@@ -22,7 +22,7 @@ from gcbench.predict.clusters import BACKWARD, Cluster
 from gcbench.predict.networks import Shapes
 from gcbench.profile.breakeven import FLOAT, Links
 from gcbench.report.analysis import Row
-from gcbench.studies import methods
+from gcbench.training import methods
 
 HALF = "bf16 all-reduce"
 """The uncompressed step that reduces in bf16; with `sharded` it is a reduce-scatter."""

@@ -454,7 +454,7 @@ def times(one: Compared) -> Section:
 
 
 Draw = Callable[[Analysis, Path], object]
-"""Draws the pictures of an analysis and returns their files: `gcbench.studies.draw`."""
+"""Draws the pictures of an analysis and returns their files: `gcbench.report.kinds.draw`."""
 
 
 def _methods(columns: Sequence[Column]) -> list[str]:

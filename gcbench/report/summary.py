@@ -37,10 +37,10 @@ def sections(
     if front := _front(chosen, accuracy):
         result.append(front)
     ordered = sorted(analyses.items())
-    studies = page[len(chosen) : len(chosen) + len(analyses)]
+    parts = page[len(chosen) : len(chosen) + len(analyses)]
     pays: list[tuple[str, Section | None]] = []
     others: list[tuple[str, Section | None]] = []
-    for (name, analysis), section in zip(ordered, studies, strict=True):
+    for (name, analysis), section in zip(ordered, parts, strict=True):
         mine = pays if analysis.kind in PAYS else others
         sentences = [*analysis.answer, *analysis.conclusions][:SENTENCES]
         mine += [(f"{labels[name]}: {sentence}", section) for sentence in sentences]

@@ -21,7 +21,7 @@ from gcbench.core import registry
 from gcbench.netlab import HEADERS, SEGMENT
 from gcbench.predict import traffic, validation
 from gcbench.report import figures
-from gcbench.studies import methods
+from gcbench.training import methods
 
 HERE = Path(__file__).parent
 SHARE = 0.99

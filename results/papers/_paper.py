@@ -25,9 +25,8 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.progress import Observer
 from gcbench.profile import histogram
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table, shown
-from gcbench.studies import verdicts
 from gcbench.training import captures
 
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]

@@ -36,10 +36,9 @@ from pydantic import Field
 from gcbench.core.errors import DivergedError, UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table
-from gcbench.studies import verdicts
-from gcbench.studies.verdicts import Claim
+from gcbench.report.verdicts import Claim
 from gcbench.training import configuration
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run

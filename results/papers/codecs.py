@@ -25,7 +25,7 @@ from gcbench.core.progress import Observer
 from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row
-from gcbench.studies import methods
+from gcbench.training import methods
 
 KIND = "codecs"
 N = 1 << 18

@@ -38,15 +38,14 @@ from _paper import (
 )
 from pydantic import Field
 
+from gcbench.checks.bounds.observe import Plan, Watch, Welford, density
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table
-from gcbench.studies import verdicts
-from gcbench.studies.bounds.observe import Plan, Watch, Welford, density
-from gcbench.studies.verdicts import Claim
+from gcbench.report.verdicts import Claim
 from gcbench.training import captures, configuration
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run

@@ -40,8 +40,7 @@ from gcbench.predict import links as pays
 from gcbench.profile.breakeven import FLOAT, links_text
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Table
-from gcbench.studies import methods
-from gcbench.training import grid
+from gcbench.training import grid, methods
 
 KIND = "fft-breakeven"
 STAGES = ("Tm", "Tf", "Tp", "Ts")

@@ -29,10 +29,9 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row
-from gcbench.studies import verdicts
-from gcbench.studies.verdicts import Claim
+from gcbench.report.verdicts import Claim
 
 KIND = "fft-range"
 LATER = Claim(

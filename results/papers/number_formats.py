@@ -11,7 +11,7 @@ ieee         a sign, 5 exponent bits (4 if N is 8 or less), and the rest for the
 ieee scaled  the same, after scaling by the power of two that moves the largest number to the
              format's top octave.
 
-A worker's gradient has three groups of numbers: all elements; the share `--kept` of largest
+A worker's gradient has three groups of numbers: all elements; the share `--share` of largest
 magnitude; and the real and imaginary parts of an equal share of the largest bins of its spectrum,
 which is what FFT sparsification sends. The error is ||x - x'|| / ||x|| of a group.
 Source: Wang et al., HPDC 2020, arXiv:1811.08596, figures 7 and 9.
@@ -35,11 +35,10 @@ from gcbench import ops
 from gcbench.core.compressor import Segments
 from gcbench.core.progress import Observer
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value
 from gcbench.report.rendering import records
-from gcbench.studies import verdicts
-from gcbench.studies.verdicts import Claim
+from gcbench.report.verdicts import Claim
 
 KIND = "number-formats"
 SOURCE = "Wang et al. 2020, figures 7 and 9"
@@ -61,7 +60,7 @@ class Settings(Trained):
         min_length=1,
         description="Bits of the range float's mantissa, for each N.",
     )
-    kept: float = Field(default=0.15, gt=0, lt=1, description="Share of elements and bins kept.")
+    share: float = Field(default=0.15, gt=0, lt=1, description="Share of elements and bins kept.")
 
     @field_validator("mantissa")
     @classmethod
@@ -159,7 +158,7 @@ def error(x: Tensor, decoded: Tensor) -> float:
 
 def measure(gradients: Gradients, settings: Settings) -> list[Row]:
     """Return the errors at one step, means over the workers, by group, bits and format."""
-    per_worker = [groups(bucket, settings.kept) for bucket in gradients.buckets]
+    per_worker = [groups(bucket, settings.share) for bucket in gradients.buckets]
     rows: list[Row] = []
     for group in per_worker[0]:
         for bits, mantissa in zip(settings.bits, settings.mantissa, strict=True):
@@ -267,7 +266,7 @@ def _summary(rows: Sequence[Row], settings: Settings) -> Table:
     }
     notes = [
         f"{settings.where()}. n: steps times seeds; each value is the mean over workers. Largest "
-        f"elements and bins: {100 * settings.kept:g} % of a worker's gradient or spectrum. "
+        f"elements and bins: {100 * settings.share:g} % of a worker's gradient or spectrum. "
         f"Mantissa of the range float: {used} bits."
     ]
     rows_of = records(summary)

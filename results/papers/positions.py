@@ -22,10 +22,9 @@ from pydantic import Field
 from gcbench import ops
 from gcbench.core.errors import GcbenchError
 from gcbench.core.progress import Observer
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row
-from gcbench.studies import verdicts
-from gcbench.studies.verdicts import Claim
+from gcbench.report.verdicts import Claim
 
 KIND = "positions"
 SOURCE = "Wang et al. 2020, figure 6"
@@ -49,7 +48,7 @@ class Settings(Choices):
     """The settings that decide the result."""
 
     elements: int = Field(default=1_000_000, ge=1000, description="n, elements of the gradient.")
-    kept: list[Annotated[float, Field(gt=0, le=0.5)]] = Field(
+    shares: list[Annotated[float, Field(gt=0, le=0.5)]] = Field(
         default=[0.5, 0.3, 0.15, 0.1, 0.05, 0.03125, 0.02, 0.01, 0.003, 0.001],
         min_length=1,
         description="Shares K / n that are kept.",
@@ -89,7 +88,7 @@ def measure(settings: Settings) -> list[Row]:
     rows: list[Row] = []
     n = settings.elements
     generator = torch.Generator().manual_seed(settings.seed)
-    for share in settings.kept:
+    for share in settings.shares:
         k = max(1, round(share * n))
         positions = torch.randperm(n, generator=generator)[:k].sort().values
         bits = {coding: packed_bits(positions, n, coding) / n for coding in CODINGS}

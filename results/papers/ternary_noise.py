@@ -33,10 +33,10 @@ from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.report import figures
+from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row
-from gcbench.studies import methods, verdicts
-from gcbench.studies.verdicts import Claim
+from gcbench.report.verdicts import Claim
+from gcbench.training import methods
 
 KIND = "ternary-noise"
 SOURCE = "Wen et al. 2017, equation (20)"

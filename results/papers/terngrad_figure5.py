@@ -39,7 +39,7 @@ from gcbench.core.exchange import check_legal
 from gcbench.predict import networks, traffic
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row
-from gcbench.studies import methods
+from gcbench.training import methods
 
 KIND = "terngrad-figure5"
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

@@ -636,7 +636,7 @@ def test_a_compressor_may_be_a_file(mine, tmp_path):
     assert real.json["payload_ratio_up"] == 2
     done = invoke("verify", mine, "--no-processes")
     assert done.err.startswith("mine: ") or "mine: " in done.err
-    from gcbench.studies import methods
+    from gcbench.training import methods
 
     assert repr(methods.parse(f"{mine}:most=1.0")) == "Halves(most=1.0)"
     for created in (get_compressor(str(mine), most=1.0), stages(str(mine), {"most": 1.0})[0]):
@@ -687,7 +687,7 @@ def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
 def test_settings_tell_a_changed_method_from_the_one_before(mine, forget):
     """Of a file, and of a built-in method: the digest is that of its own file."""
     from gcbench.profile.bandwidth import settings
-    from gcbench.studies import methods
+    from gcbench.training import methods
 
     def created() -> dict[str, str]:
         arguments = dict.fromkeys(("collectives", "plain", "engine", "threads"))

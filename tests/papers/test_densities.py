@@ -11,9 +11,9 @@ import pytest
 import torch
 from commands import invoke as run
 
+from gcbench.checks.bounds.observe import density
 from gcbench.core.errors import UsageError
 from gcbench.report import analysis as measuring
-from gcbench.studies.bounds.observe import density
 
 invoke = partial(run, main=partial(_paper.main, densities))
 

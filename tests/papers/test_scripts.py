@@ -162,7 +162,7 @@ def test_positions_command_and_its_verdicts(tmp_path):
 
 
 def test_verdicts_follow_the_bytes():
-    rows = positions.measure(positions.Settings(elements=20_000, kept=[0.15, 0.05]))
+    rows = positions.measure(positions.Settings(elements=20_000, shares=[0.15, 0.05]))
     short = [{**row, "bitmap": 40.0 * float(row["kept"])} for row in rows]
     assert positions.judge(short)[0]["verdict"] == "does not hold"
     small = [{**row, "ratio": 22.0} for row in rows]
@@ -174,7 +174,7 @@ def test_positions_that_come_back_wrong_are_an_error(monkeypatch):
     real = ops.selection.unpack_positions
     monkeypatch.setattr(ops.selection, "unpack_positions", lambda *a: real(*a).flip(0))
     with pytest.raises(GcbenchError, match="unpacking changed 300 positions"):
-        positions.measure(positions.Settings(elements=2000, kept=[0.15]))
+        positions.measure(positions.Settings(elements=2000, shares=[0.15]))
 
 
 # ---- ternary noise -------------------------------------------------------------------------------

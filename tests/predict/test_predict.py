@@ -35,7 +35,7 @@ from gcbench.predict import (
 )
 from gcbench.profile import breakeven
 from gcbench.profile.bandwidth import worker
-from gcbench.studies import methods
+from gcbench.training import methods
 
 ROOT = Path(__file__).parents[2]
 

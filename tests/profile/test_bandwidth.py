@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from commands import PATIENCE, ROOT, end, invoke, members, start, wait_for
 
-from gcbench import studies
 from gcbench.checks import inputs
 from gcbench.core import codec as calls
 from gcbench.core import registry
@@ -29,6 +28,7 @@ from gcbench.profile import bandwidth, breakeven
 from gcbench.profile.bandwidth import picture, settings, tables, transfers, worker
 from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, Item, Loopback, Probe, pattern
 from gcbench.report import analysis as measuring
+from gcbench.report import kinds
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -505,7 +505,7 @@ def test_the_picture_shows_the_saved_rows(two, results, tmp_path, monkeypatch):
     assert (next(results.iterdir()) / "bandwidth.png").stat().st_size > 20_000
     drawn = []
     monkeypatch.setattr(picture.figures, "save", lambda figure, path: drawn.append(figure))
-    studies.draw(saved, tmp_path / "x.svg")
+    kinds.draw(saved, tmp_path / "x.svg")
     left, right = drawn[0].axes
     rows = table(two, "transfers")
     names = picture.fastest(rows)

@@ -16,7 +16,6 @@ from commands import end, invoke, start, wait_for
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from gcbench import studies
 from gcbench.core import codec, registry
 from gcbench.core.compressor import Compressor, Payload, Segments
 from gcbench.core.errors import UsageError
@@ -24,6 +23,7 @@ from gcbench.profile import histogram
 from gcbench.profile.histogram import reconstruction
 from gcbench.profile.histogram.reconstruction import ALL, Gradients, Sums
 from gcbench.report import analysis as measuring
+from gcbench.report import kinds
 from gcbench.training import captures, engines
 from gcbench.training.captures import Capture, Layer, Plan
 from gcbench.training.configuration import Config
@@ -597,8 +597,8 @@ def test_the_picture_needs_the_saved_rows_alone(tmp_path: Path) -> None:
     assert invoke(*words, "--compressor", "terngrad,topk", pictures=True).code == 0
     (folder,) = tmp_path.glob("histogram-*")
     back = measuring.load(folder)
-    studies.draw(back, tmp_path / "again.png")
+    kinds.draw(back, tmp_path / "again.png")
     assert (tmp_path / "again.png").read_bytes() == (folder / "histogram.png").read_bytes()
     svg = tmp_path / "again.svg"
-    studies.draw(back, svg)
+    kinds.draw(back, svg)
     assert "terngrad" in svg.read_text()

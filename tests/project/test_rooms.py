@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ORDER = (
-    *("core", "ops", "results", "integrations", "training", "stats", "report", "checks", "studies"),
+    *("core", "ops", "results", "integrations", "training", "stats", "report", "checks"),
     *("profile", "predict", "netlab", "watch", "commands"),
 )
 """The rooms; each may import those before it, if nothing else is said."""

@@ -13,8 +13,7 @@ from gcbench.core import exchange
 from gcbench.core.compressor import COLLECTIVES
 from gcbench.core.errors import UsageError, unknown
 from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item, Plan
-from gcbench.studies import methods
-from gcbench.training import configuration, limits, rank
+from gcbench.training import configuration, limits, methods, rank
 
 KIND = "bandwidth"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -27,7 +26,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     compressors: tuple[str, ...]
-    """Methods, as in `gcbench.studies.methods`."""
+    """Methods, as in `gcbench.training.methods`."""
     collectives: tuple[str, ...] = ("default",)
     """Collectives of the exchanges: names, "default" (each method's first), or "all" legal ones."""
     plain: tuple[str, ...] = tuple(PLAIN)

@@ -24,7 +24,7 @@ from gcbench.core.schema import PHASES
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
 from gcbench.profile.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK, Item, Plan, Probe
 from gcbench.report.analysis import Ledger
-from gcbench.studies import methods
+from gcbench.training import methods
 
 CHECKED = 2
 """Number of steps compared with a simulation; in the second a memory is not empty."""

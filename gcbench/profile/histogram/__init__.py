@@ -22,8 +22,8 @@ from gcbench.profile.histogram.reconstruction import ALL, Decoded, Gradients, Su
 from gcbench.profile.histogram.tables import FIGURES, GRADIENT
 from gcbench.report import analysis as measuring
 from gcbench.report.analysis import Analysis, Ledger, Row
-from gcbench.studies import methods as specs
 from gcbench.training import captures
+from gcbench.training import methods as specs
 from gcbench.training.captures import Capture, Layer
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner

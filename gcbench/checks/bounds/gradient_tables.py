@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from gcbench.checks.bounds.observe import Record
 from gcbench.report.analysis import Row, Shown, Table
 from gcbench.stats.confidence import Interval, mean, ratio
-from gcbench.studies.bounds.observe import Record
 
 
 def each(records: Sequence[Record], group: str) -> list[list[Record]]:

@@ -15,17 +15,16 @@ import torch
 from commands import invoke
 from wrong_methods import EFSIGN, QSGD, TERN, WRONG, Levels, Wrong
 
-from gcbench.checks import calls
-from gcbench.core.compressor import Segments
-from gcbench.studies import bounds
-from gcbench.studies.bounds import (
+from gcbench.checks import bounds, calls
+from gcbench.checks.bounds import (
     audit,
     codec_claims,
     quadratic_claims,
     quadratics,
     training,
 )
-from gcbench.studies.bounds.claims import Judged
+from gcbench.checks.bounds.claims import Judged
+from gcbench.core.compressor import Segments
 
 QUICK = ("--quadratic-only", "--seed", 0, "--strict")
 

@@ -20,14 +20,8 @@ from commands import invoke
 from gcbench.compressors.memories.none import NoMemory
 from gcbench.compressors.memories.residual import Residual
 
-from gcbench.core import codec, registry
-from gcbench.core.clock import Clock
-from gcbench.core.compressor import Context, Segments
-from gcbench.core.world import Link, SimulatedWorld
-from gcbench.report import analysis as measuring
-from gcbench.stats.confidence import Interval, always, interval
-from gcbench.studies import bounds
-from gcbench.studies.bounds import (
+from gcbench.checks import bounds
+from gcbench.checks.bounds import (
     alone,
     audit,
     claims,
@@ -38,7 +32,13 @@ from gcbench.studies.bounds import (
     quadratics,
     training,
 )
-from gcbench.studies.bounds.claims import Claim, judge
+from gcbench.checks.bounds.claims import Claim, judge
+from gcbench.core import codec, registry
+from gcbench.core.clock import Clock
+from gcbench.core.compressor import Context, Segments
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.report import analysis as measuring
+from gcbench.stats.confidence import Interval, always, interval
 from gcbench.training.train import Options
 
 QUICK = ("--steps", 20, "--every", 5, "--snapshots", 2, "--batches", 16, "--seed", "0,1,2")

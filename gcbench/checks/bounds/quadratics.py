@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from gcbench.checks import calls
+from gcbench.checks.bounds.alone import lane_of, single
 from gcbench.checks.oracle import energy
 from gcbench.core import codec, memory
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import lane_of, single
 
 ELEMENTS = 1024
 """Number of elements of all copies together, if that makes at least `LEAST` copies."""

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from commands import files_of_at_most, invoke
 
-from gcbench import studies
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import analysis as measuring
+from gcbench.report import kinds
 from gcbench.report.analysis import Analysis, Ledger, MissingTableError, Shown, Table
-from gcbench.studies import methods
+from gcbench.training import methods
 
 
 def example(**changes) -> Analysis:
@@ -143,7 +143,7 @@ def test_damaged_and_foreign_analyses_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(GcbenchError, match="cannot be read"):
         measuring.load(folder)
     with pytest.raises(UsageError, match="unknown kind of analysis 'test'"):
-        studies.draw(example(), tmp_path / "x.png")
+        kinds.draw(example(), tmp_path / "x.png")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

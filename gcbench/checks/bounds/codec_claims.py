@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from gcbench.checks import calls
+from gcbench.checks.bounds.alone import AGAIN, again, lane_of, single
+from gcbench.checks.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
+from gcbench.checks.bounds.claims import Claim, Judged, Unit
 from gcbench.checks.oracle import energy
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
@@ -32,9 +35,6 @@ from gcbench.stats.confidence import (
     bounded,
     interval,
 )
-from gcbench.studies.bounds.alone import AGAIN, again, lane_of, single
-from gcbench.studies.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
-from gcbench.studies.bounds.claims import Claim, Judged, Unit
 
 PLACE = "known inputs"
 CARD = "the method's card"

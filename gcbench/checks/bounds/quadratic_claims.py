@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from gcbench.checks.bounds import quadratics
+from gcbench.checks.bounds.alone import AGAIN, again
+from gcbench.checks.bounds.claims import Claim, Judged, Unit
+from gcbench.checks.bounds.quadratics import Signs
 from gcbench.core.compressor import Compressor
 from gcbench.stats.confidence import STRICT, Interval, against, bounded, interval
-from gcbench.studies.bounds import quadratics
-from gcbench.studies.bounds.alone import AGAIN, again
-from gcbench.studies.bounds.claims import Claim, Judged, Unit
-from gcbench.studies.bounds.quadratics import Signs
 
 BERNSTEIN = "Bernstein et al. 2018"
 KARIMIREDDY = "Karimireddy et al. 2019"
@@ -85,7 +85,7 @@ BIASED_DESCENT = Claim(
     "biased-descent",
     "theorem",
     "no feedback, error a = sqrt(1 - delta), N workers: mean E||grad f||^2 within the bound "
-    "that is proved in gcbench.studies.bounds.quadratics; without noise 2 (f_0 - f*) / (eta "
+    "that is proved in gcbench.checks.bounds.quadratics; without noise 2 (f_0 - f*) / (eta "
     "(1 - a^2) T)",
     f"{WANG}, theorem 3.4, in a form that needs no assumption 3.2",
 )

@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gcbench.core import progress
-from gcbench.core.compressor import Compressor
-from gcbench.core.errors import Interrupted, PayloadError, UsageError, unknown
-from gcbench.core.world import Link, SimulatedWorld
-from gcbench.report import analysis as measuring
-from gcbench.report import figures
-from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
-from gcbench.studies import methods
-from gcbench.studies.bounds import (
+from gcbench.checks.bounds import (
     audit,
     codec_claims,
     gradient_claims,
@@ -34,9 +26,16 @@ from gcbench.studies.bounds import (
     quadratic_claims,
     training,
 )
-from gcbench.studies.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
-from gcbench.studies.bounds.observe import Plan, Record, Watch
-from gcbench.training import captures, configuration, grid
+from gcbench.checks.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
+from gcbench.checks.bounds.observe import Plan, Record, Watch
+from gcbench.core import progress
+from gcbench.core.compressor import Compressor
+from gcbench.core.errors import Interrupted, PayloadError, UsageError, unknown
+from gcbench.core.world import Link, SimulatedWorld
+from gcbench.report import analysis as measuring
+from gcbench.report import figures
+from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.training import captures, configuration, grid, methods
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
@@ -64,7 +63,7 @@ class Settings(BaseModel):
     task: str = "digits"
     task_options: dict[str, Any] = {}
     compressor: str = "none"
-    """The compressor of the training whose gradients are observed, as in `studies.methods`."""
+    """The compressor of the training whose gradients are observed, with its fields after colons."""
     workers: Count = 4
     steps: Count = 200
     batch: Count | None = None

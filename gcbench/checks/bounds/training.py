@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from gcbench.checks.bounds.alone import once
+from gcbench.checks.bounds.audit import Audited, Record
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError, Interrupted, PayloadError
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.studies.bounds.alone import once
-from gcbench.studies.bounds.audit import Audited, Record
 from gcbench.training import configuration, grid
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run

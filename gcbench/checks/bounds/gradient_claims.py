@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
+from gcbench.checks.bounds.claims import Claim, Judged, over
+from gcbench.checks.bounds.gradient_tables import each
+from gcbench.checks.bounds.observe import CLIP, Record
 from gcbench.stats.confidence import Interval, always, mean, ratio
-from gcbench.studies.bounds.claims import Claim, Judged, over
-from gcbench.studies.bounds.gradient_tables import each
-from gcbench.studies.bounds.observe import CLIP, Record
 
 WEN = "Wen et al. 2017"
 BERNSTEIN = "Bernstein et al. 2018"

@@ -1,7 +1,8 @@
-"""The analyses: each asks one question, and answers with tables, a picture and rows on disk.
+"""Kinds of analyses and their modules.
 
-A module of this package has a frozen pydantic `Settings`, a function that returns an
-`analysis.Analysis` for such settings, and `draw(analysis, path)`, which uses only the saved rows.
+An analysis asks one question, and answers with tables, a picture and rows on disk. Its module has a
+frozen pydantic `Settings`, a function that returns an `analysis.Analysis` for such settings, and
+`draw(analysis, path)`, which uses only the saved rows.
 
 Analyses that reproduce a single published figure are scripts in results/papers/.
 """
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 MODULES: dict[str, str] = {
     "advice": "gcbench.predict.advice",
     "bandwidth": "gcbench.profile.bandwidth",
-    "bounds": "gcbench.studies.bounds",
+    "bounds": "gcbench.checks.bounds",
     "histogram": "gcbench.profile.histogram",
     "netlab": "gcbench.netlab",
     "links": "gcbench.predict.links",

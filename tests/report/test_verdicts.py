@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from gcbench.studies import verdicts
-from gcbench.studies.verdicts import FAILS, HOLDS, OPEN, Claim
+from gcbench.report import verdicts
+from gcbench.report.verdicts import FAILS, HOLDS, OPEN, Claim
 
 ABOVE = Claim("large", "somebody", 1.0, above=True)
 BELOW = Claim("small", "somebody", 1.0, above=False)
