@@ -23,6 +23,20 @@ inline uint32_t largest_exponent(const uint16_t* values, int64_t n) {
   return top >> 7;
 }
 
+// Calls f(i) for the flags from `begin` to `end` that are 1, in order; the others are 0.
+template <class F>
+inline void each_escape(const uint8_t* flags, int begin, int end, F f) {
+  for (int i = begin; i < end; i += 8) {
+    uint64_t eight = 0;
+    if (i + 8 <= end) {
+      memcpy(&eight, flags + i, 8);
+    } else {
+      memcpy(&eight, flags + i, (size_t)(end - i));
+    }
+    for (; eight; eight &= eight - 1) f(i + __builtin_ctzll(eight) / 8);
+  }
+}
+
 }  // namespace
 
 // Signs and fractions, packed codes, each segment's largest exponent, and the exponents that are escaped, for which
@@ -35,23 +49,22 @@ GC_API int64_t gc_lossless_split(const uint16_t* values, int64_t n, const int64_
     tops[s] = (uint8_t)largest_exponent(values + start, segments.offsets[s + 1] - start);
   }
   int64_t at = 0, total = 0;
-  GC_ALIGNED uint32_t codes[TILE];
+  GC_ALIGNED uint8_t codes[TILE];
+  GC_ALIGNED uint8_t escapes[TILE];
   for (int64_t start = 0; start < n; start += TILE) {
     const int count = (int)(n - start < TILE ? n - start : TILE);
     const uint16_t* part = values + start;
     for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
-      const int32_t top = tops[s];
+      const uint16_t top = tops[s];
       GC_SIMD for (int i = begin; i < end; ++i) {
-        const int32_t below = top - (int32_t)exponent_of(part[i]);
-        codes[i] = (uint32_t)(below < (int32_t)ESCAPE ? below : (int32_t)ESCAPE);
+        const uint16_t below = (uint16_t)(top - (part[i] >> 7 & 0xffu));
+        codes[i] = (uint8_t)(below < ESCAPE ? below : ESCAPE);
+        escapes[i] = below >= ESCAPE;
         fractions[start + i] = (uint8_t)((part[i] >> 8 & 0x80u) | (part[i] & 0x7fu));
       }
     });
-    for (int i = 0; i < count; ++i) {
-      if (total < n) escaped[total] = (uint8_t)exponent_of(part[i]);
-      total += codes[i] == ESCAPE;
-    }
-    pack_tile<BITS>([&](int i) { return codes[i]; }, count, words + start / TILE * BITS * LANES);
+    each_escape(escapes, 0, count, [&](int i) { escaped[total++] = (uint8_t)exponent_of(part[i]); });
+    pack_tile<BITS>([&](int i) { return (uint32_t)codes[i]; }, count, words + start / TILE * BITS * LANES);
   }
   return total;
 }
@@ -64,40 +77,41 @@ GC_API int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words,
   const Segments segments(table, m);
   int64_t at = 0, used = 0, current = -1;
   bool reached = true, lost = false, close = false;
-  uint32_t negative = 0;
-  GC_ALIGNED uint32_t codes[TILE];
-  GC_ALIGNED uint32_t exponents[TILE];
+  uint8_t negative = 0;
+  GC_ALIGNED uint8_t codes[TILE];
+  GC_ALIGNED uint8_t escapes[TILE];
+  GC_ALIGNED uint8_t exponents[TILE];
   for (int64_t start = 0; start < n; start += TILE) {
     const int count = (int)(n - start < TILE ? n - start : TILE);
-    unpack_tile<BITS>(words + start / TILE * BITS * LANES, count, [&](int i, uint32_t code) { codes[i] = code; });
+    unpack_tile<BITS>(words + start / TILE * BITS * LANES, count,
+                      [&](int i, uint32_t code) { codes[i] = (uint8_t)code; });
     for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
       if (s != current) {
         lost |= !reached;
         reached = false;
         current = s;
       }
-      const uint32_t top = tops[s];
-      uint32_t zeros = 0, below = 0;
+      const uint8_t top = tops[s];
+      uint8_t zeros = 0, below = 0;
 #pragma omp simd reduction(| : zeros, below)
       for (int i = begin; i < end; ++i) {
-        zeros |= (uint32_t)(codes[i] == 0);
-        below |= (uint32_t)(codes[i] > top) & (uint32_t)(codes[i] < ESCAPE);
-        exponents[i] = top - codes[i];
+        zeros |= (uint8_t)(codes[i] == 0);
+        below |= (uint8_t)((codes[i] > top) & (codes[i] < ESCAPE));
+        escapes[i] = codes[i] == ESCAPE;
+        exponents[i] = (uint8_t)(top - codes[i]);
       }
       reached |= zeros != 0;
       negative |= below;
-      for (int i = begin; i < end; ++i) {
-        const bool escape = codes[i] == ESCAPE;
-        if (!escape) continue;
+      each_escape(escapes, begin, end, [&](int i) {
         const uint32_t exponent = used < total ? escaped[used] : 0;
         close |= exponent + ESCAPE > top;
-        exponents[i] = exponent;
+        exponents[i] = (uint8_t)exponent;
         ++used;
-      }
+      });
     });
     GC_SIMD for (int i = 0; i < count; ++i) {
-      const uint32_t fraction = fractions[start + i];
-      out[start + i] = (uint16_t)((fraction & 0x80u) << 8 | (exponents[i] & 0xffu) << 7 | (fraction & 0x7fu));
+      const uint16_t fraction = fractions[start + i], exponent = exponents[i];
+      out[start + i] = (uint16_t)((fraction & 0x80u) << 8 | exponent << 7 | (fraction & 0x7fu));
     }
   }
   lost |= !reached;

@@ -30,6 +30,7 @@ from gcbench.core.payload import (
     Prepared,
     Segments,
     aligned,
+    all_finite,
     check_finite,
     check_noise,
     layout_bytes,
@@ -304,7 +305,7 @@ class Compressor(ABC):
         """
         if not x.is_floating_point():
             raise UsageError(f"x has dtype {x.dtype}: expected a floating-point tensor")
-        if not x.isfinite().all():
+        if not all_finite(x):
             raise UsageError("x contains a NaN or an infinity: expected finite values")
         flat = x.detach().to(torch.float32).reshape(-1).contiguous()
         ctx = Context(Segments.of([x.shape], self.granularity), key=Key(seed, step, 0))

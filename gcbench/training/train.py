@@ -37,6 +37,7 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Key
 from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageError
 from gcbench.core.exchange import Exchange, Lane, classifier, dense_tensors, lane_of
+from gcbench.core.payload import all_finite
 from gcbench.core.schema import PHASES
 from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
@@ -364,7 +365,7 @@ class Trainer:
         Raises:
             DivergedError: a bucket is not finite, and on_nonfinite=stop.
         """
-        bad = [not math.isfinite(float(b.sum())) and not b.isfinite().all() for b in buckets]
+        bad = [not all_finite(bucket) for bucket in buckets]
         if self.config.on_nonfinite == "skip":
             flags = [torch.tensor([float(b)], device=self.device) for b in bad]
             return not bool(self.world.all_reduce(flags, "max").item())
@@ -389,7 +390,7 @@ class Trainer:
         Raises:
             DivergedError: it is not; the message names the method and the layer.
         """
-        if math.isfinite(float(mean.sum())) or bool(mean.isfinite().all()):
+        if all_finite(mean):
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
             return  # sums of such gradients may overflow; the next step detects it
