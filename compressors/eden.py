@@ -4,9 +4,10 @@
     S = ||r||^2 / <q, r>   (scale="unbiased"), or   S = <q, r> / ||q||^2   (scale="least")
     x' = D_1 H ... D_R H (S q)
 
-D_j multiplies by random signs, H is the orthonormal Walsh-Hadamard transform of a block of d. After
-the rotation the elements are nearly normal, whatever x was, so the centroids of Lloyd and Max for
-N(0, 1) fit them. One bit is DRIVE.
+D_j multiplies by random signs, H is the orthonormal Walsh-Hadamard transform of a block of d, a power
+of two: a last one of 100 elements is divided into blocks of 64, 32 and 4. After the rotation the
+elements are nearly normal, whatever x was, so the centroids of Lloyd and Max for N(0, 1) fit them.
+One bit is DRIVE.
 Error, with cos = <q, r> / (||q|| ||r||): least ||x - x'||^2 = (1 - cos^2) ||x||^2, contractive;
 unbiased (1 / cos^2 - 1) ||x||^2. For d -> infinity, at 1 to 5 bits: .3634, .1175, .0345, .0095 and
 .0025, the distortion D of the quantizer of N(0, 1); unbiased D / (1 - D), so .5708 at one bit.
@@ -71,16 +72,16 @@ class Eden(Compressor):
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
         least = self.scale == "least"
-        code = x, self.bits, self.rotations, least, ctx.segments, ctx.key
+        code = x, self.bits, self.rotations, least, ctx.segments.binary, ctx.key
         return ops.eden.encode(*code, out=ctx.parts)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        code = payload.parts, self.bits, self.rotations, ctx.segments, self.name
+        code = payload.parts, self.bits, self.rotations, ctx.segments.binary, self.name
         return ops.eden.decode(*code, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> Layout:
         words = ops.packing.packed_words(segments.numel, self.bits)
-        return (torch.int32, words), (torch.float32, len(segments)), (torch.int32, 4)
+        return (torch.int32, words), (torch.float32, len(segments.binary)), (torch.int32, 4)
 
 
 class EdenClaims(Claims[Eden], of=Eden):
@@ -114,8 +115,9 @@ class EdenClaims(Claims[Eden], of=Eden):
         """Return the sum of (1 - delta) ||x||^2 over the blocks."""
         if not self.contractive:
             return None
-        square = ops.statistics.moments(x, ctx.segments)[1]
-        lengths = square.new_tensor([float(n) for n in ctx.segments.lengths])
+        blocks = ctx.segments.binary
+        square = ops.statistics.moments(x, blocks)[1]
+        lengths = square.new_tensor([float(n) for n in blocks.lengths])
         share = 1 - self._least_share(lengths)
         tiny = square < lengths * self.smallest**2  # may become zeros
         return float((torch.where(tiny, 1.0, share) * square).sum())
@@ -129,7 +131,7 @@ class EdenClaims(Claims[Eden], of=Eden):
         return (least / most) ** 2 / lengths.clamp(min=1) * (1 - 2.0**-10)
 
     def delta(self, segments: Segments) -> float | None:
-        longest = max(segments.lengths, default=1)
+        longest = max(segments.binary.lengths, default=1)
         if not self.contractive:
             return None
         return float(self._least_share(torch.tensor(float(longest), dtype=torch.float64)))

@@ -11,11 +11,14 @@ A class of GRACE's form has `compress(tensor, name) -> (tensors, context)` and
 
 and then `gcbench verify ./mine.py`, `gcbench run --compressor ./mine.py --memory residual`.
 
+GRACE's `aggregate` and `average` decide what is applied, as there: a vote, a sum, or the mean.
+
 What an adapter cannot know: bytes are counted of the tensors as they are, so a method that returns
-float32 signs sends 32 bits. A context is not sent, so it may depend on the tensor's shape alone:
-receivers use that of a tensor of normal values. Memories of GRACE keep state in the object and are
-not adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory residual`. Random numbers of
-torch are seeded for each call; numbers from elsewhere would differ between runs.
+float32 signs sends 32 bits. A context is not sent, so receivers use that of another tensor of this
+shape; a class whose `decompress` then gives another result is refused. Memories of GRACE keep state
+in the object and are not adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory
+residual`. Random numbers of torch are seeded for each call; numbers from elsewhere would differ
+between runs.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ class Adapted(Compressor):
     """The object with `compress` and `decompress` in GRACE's form."""
     declared_unbiased: ClassVar[bool] = False
     declared_contractive: ClassVar[bool] = False
+    averages: ClassVar[bool] = True
+    """Whether the mean of the decoded tensors is applied; else `inner` aggregates them."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
     scratch = True
@@ -75,6 +80,7 @@ class Adapted(Compressor):
         """Return the tensors of all pieces, flattened."""
         parts: list[Tensor] = []
         for i, piece in enumerate(self._pieces(x, ctx)):
+            self._template(tuple(piece.shape), piece.device)  # refuses what cannot be decoded
             digest = hashlib.blake2b(repr((*ctx.key, i)).encode(), digest_size=8)
             with _seeded(int.from_bytes(digest.digest(), "big") >> 1):
                 tensors, _ = self.inner.compress(piece.clone(), str(i))
@@ -102,6 +108,23 @@ class Adapted(Compressor):
         if rest:
             raise PayloadError(f"{self.name}: payload has {len(rest)} parts too many")
         return check_finite(out)
+
+    def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
+        """Return the mean of the decoded tensors, or what the class aggregates."""
+        if self.averages:
+            return super().mean(payloads, ctx)
+        apart = ctx._replace(out=None)
+        return self.aggregated([self.decode(payload, apart) for payload in payloads], ctx)
+
+    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
+        """Return what the class aggregates of the decoded buckets, float32, shape (n,) each."""
+        out = torch.empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        for piece, *pieces in zip(
+            *(list(self._pieces(bucket, ctx)) for bucket in (out, *decoded)), strict=True
+        ):
+            total = self.inner.aggregate([one.clone() for one in pieces])
+            piece.copy_(total / len(pieces) if getattr(self.inner, "average", True) else total)
+        return out
 
     def _received(self, part: Tensor, like: Tensor, fixed: bool) -> Tensor:
         """Return a part with the dtype and shape of the template; `fixed`: of its size, too."""
@@ -132,15 +155,40 @@ class Adapted(Compressor):
     ) -> tuple[list[Tensor], bool, Any]:
         """Return tensors, whether their sizes are fixed, and context of a tensor of this shape.
 
-        Sizes count as fixed if those of two tensors of cubed normal values agree.
+        Sizes count as fixed if those of five tensors of different distributions agree.
+
+        Raises:
+            UsageError: a tensor is decoded differently with the context of another.
         """
+        with _seeded(FIXED_SEED):
+            normal = torch.randn(3, *shape, device=device)
+        alone = torch.zeros(shape, device=device)
+        alone.view(-1)[-1] = 1.0
+        inputs = (*(normal**3), torch.ones(shape, device=device), alone)
         results = []
-        for seed in (FIXED_SEED, FIXED_SEED + 1):
-            with _seeded(seed):
-                x = torch.randn(shape, device=device) ** 3
-                results.append(cls.inner.compress(x, "template"))
-        sizes = [[tensor.numel() for tensor in tensors] for tensors, _ in results]
-        return list(results[0][0]), sizes[0] == sizes[1], results[0][1]
+        for seed, x in enumerate(inputs):
+            with _seeded(FIXED_SEED + seed):
+                tensors, context = cls.inner.compress(x, "template")
+                results.append((list(tensors), context))
+        first, shared = results[0]
+        for tensors, context in results[:3]:
+            if not torch.equal(cls._decoded(tensors, context), cls._decoded(tensors, shared)):
+                raise UsageError(
+                    f"{cls.__name__}: decompress depends on a context that differs between tensors "
+                    f"of shape {shape}. A context is not sent: return such values as tensors"
+                )
+        sizes = {tuple(tensor.numel() for tensor in tensors) for tensors, _ in results}
+        return first, len(sizes) == 1, shared
+
+    @classmethod
+    def _decoded(cls, tensors: Sequence[Tensor], context: Any) -> Tensor:
+        """Return the bits of the decompressed tensor; with a context that does not fit, none."""
+        with _seeded(FIXED_SEED):
+            try:
+                result: Tensor = cls.inner.decompress([one.clone() for one in tensors], context)
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                return torch.empty(0)
+        return result.detach().float().contiguous().view(torch.int32)
 
 
 def _sent(tensor: Tensor) -> Tensor:
@@ -164,6 +212,17 @@ class AdaptedClaims(Claims[Adapted], of=Adapted):
         """Return the claim of the caller."""
         return self.codec.declared_contractive
 
+    @property
+    def aggregate(self) -> str:
+        """Return "mean", or "other" if the class aggregates."""
+        return "mean" if self.codec.averages else "other"
+
+    def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor | None:
+        """Return the mean, or what the class aggregates."""
+        if self.codec.averages:
+            return super().aggregated(decoded, ctx)
+        return self.codec.aggregated(decoded, ctx._replace(out=None))
+
     def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return (1 - 1 / 2n) ||x||^2: a contractive method keeps the largest element or more."""
         if not self.contractive:
@@ -186,11 +245,24 @@ class _Horovod:
         return decoded
 
 
+def _averages(inner: Any) -> bool:
+    """Return whether a class of GRACE's form has no aggregate, or has the sum of its base class."""
+    if not callable(getattr(inner, "aggregate", None)):
+        return True
+    summands = torch.tensor([[1.0, -2.0], [2.0, -3.0]])
+    try:
+        total = inner.aggregate(list(summands))
+    except Exception:  # of somebody else's code
+        return False
+    return bool(getattr(inner, "average", True)) and torch.equal(total, summands.sum(0))
+
+
 def _adapted(name: str, inner: Any, module: str, **claims: bool) -> type[Compressor]:
     for function in ("compress", "decompress"):
         if not callable(getattr(inner, function, None)):
             raise UsageError(f"{name} has no function {function!r}: expected a compressor's form")
     members = {"inner": inner, "__doc__": type(inner).__doc__ or name, "__module__": module}
+    members["averages"] = _averages(inner)
     declared = {f"declared_{key}": value for key, value in claims.items()}
     return dataclass(frozen=True)(type(name, (Adapted,), members | declared))
 

@@ -244,6 +244,20 @@ class Segments:
         return tuple(runs)
 
     @cached_property
+    def binary(self) -> Segments:
+        """The parts of these segments by the binary digits of their lengths, the largest first.
+
+        A segment of 100 elements becomes three, of 64, 32 and 4. These have no shapes.
+        """
+        lengths: list[int] = []
+        for which, _, length in self.runs:
+            digits = [1 << bit for bit in reversed(range(length.bit_length())) if length >> bit & 1]
+            lengths += (digits or [0]) * (which.stop - which.start)
+        if len(lengths) == len(self):
+            return self
+        return Segments(tuple(itertools.accumulate(lengths, initial=0)))
+
+    @cached_property
     def table(self) -> Tensor:
         """The segment table of kernels, int64, shape (2, m + 1), on the CPU.
 

@@ -96,6 +96,28 @@ def test_the_error_follows_from_the_angle(bits, scale):
     assert float(error @ error / (r @ r)) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("bits", DISTORTION)
+@pytest.mark.parametrize("place", [0, 600, 1022])
+def test_an_element_alone_in_a_shorter_block(bits, place):
+    """1,023 elements are ten blocks, of which nine are zeros: each has a scale of its own."""
+    x = torch.zeros(1023)
+    x[place] = 1
+    method = gcbench.get_compressor("eden", bits=bits)
+    limit = DISTORTION[bits] / (1 - DISTORTION[bits])
+    assert nmse(method, x, 20) < 1.2 * limit
+
+
+def test_the_mean_of_many_codings_of_a_shorter_block():
+    """Parts of unequal energy: the error of a mean of 1,000 is at most D / 1000, or nearly."""
+    x, total = normal(904, 8), torch.zeros(904, dtype=torch.float64)
+    x[512:] *= 10
+    method = gcbench.get_compressor("eden", bits=2)
+    for step in range(1000):
+        total += method.decompress(method.compress(x, step=step))
+    error = total / 1000 - x
+    assert float(error @ error / (x.double() @ x.double())) < 1.2 * 1.33e-4
+
+
 def test_the_mean_of_many_codings():
     """Unbiased, but for what two Hadamard rotations lack: the error of a mean of 1,000 is D / 1000.
 

@@ -144,3 +144,89 @@ def test_payloads_with_another_number_of_parts_are_refused(parts):
     method = grace(Coin)()
     with pytest.raises(PayloadError):
         method.decode(Payload((torch.zeros(10),) * parts), context((10,)))
+
+
+class Threshold:
+    """Elements from .5 on, as many as there are."""
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten()
+        (indices,) = torch.where(flat.abs() >= min(0.5, float(flat.abs().max())))
+        return [flat[indices], indices.int()], tensor.size()
+
+    def decompress(self, tensors, shape):
+        values, indices = tensors
+        return torch.zeros(shape.numel()).scatter_(0, indices.long(), values).view(shape)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 40])
+def test_sizes_that_agree_by_chance_are_not_fixed(n):
+    method = grace(Threshold, contractive=True)()
+    for seed in range(50):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+        decoded = method.decompress(method.compress(x))
+        assert torch.equal(decoded[decoded != 0], x[decoded != 0])
+
+
+class RandomPositions:
+    """Which elements are sent is random, and part of the context."""
+
+    def compress(self, tensor, name):
+        indices = torch.randperm(tensor.numel())[:5]
+        return [tensor.flatten()[indices]], (indices, tensor.size())
+
+    def decompress(self, tensors, context):
+        indices, shape = context
+        return torch.zeros(shape.numel()).scatter_(0, indices, tensors[0]).view(shape)
+
+
+def test_a_context_that_would_have_to_be_sent_is_refused():
+    with pytest.raises(UsageError, match="context"):
+        grace(RandomPositions)().compress(torch.ones(100))
+
+
+class Signs:
+    """The aggregate of signSGD in GRACE: a majority vote, which is not divided by N."""
+
+    average = False
+
+    def compress(self, tensor, name):
+        return [(tensor.flatten() >= 0).to(torch.uint8)], tensor.size()
+
+    def decompress(self, tensors, shape):
+        return (tensors[0].float() * 2 - 1).view(shape)
+
+    def aggregate(self, tensors):
+        return (sum(tensors) >= 0) * 2.0 - 1.0
+
+
+class Sum(Signs):
+    """The aggregate of GRACE's base class."""
+
+    average = True
+
+    def aggregate(self, tensors):
+        return sum(tensors)
+
+
+class Total(Sum):
+    average = False
+
+
+@pytest.mark.parametrize(
+    ("cls", "expected", "aggregate"),
+    [
+        (Signs, [1.0, -1.0, -1.0], "other"),
+        (Sum, [1 / 3, -1.0, -1 / 3], "mean"),
+        (Total, [1.0, -3.0, -1.0], "other"),
+    ],
+)
+def test_the_aggregate_of_the_class_is_applied(cls, expected, aggregate):
+    method, ctx = grace(cls)(), context((2,), (1,))
+    inputs = ([1.0, -1, 1], [1.0, -1, -1], [-1.0, -1, -1])
+    payloads = [codec.encode(method, torch.tensor(x), ctx) for x in inputs]
+    mean = codec.mean(method, payloads, ctx)
+    torch.testing.assert_close(mean, torch.tensor(expected))
+    assert method.claims.aggregate == aggregate
+    for name in ("same mean in collectives", "nothing lost over steps"):
+        assert properties.run(method, name).verdict != "fails"
