@@ -10,7 +10,8 @@ The codec is exact for signs; the memory, which takes the signs, discards magnit
 worker, or equal gradients on all workers, the method is Lion. Each element moves by at most
 lr (1 + weight_decay |theta|) per step, so |theta| stays below 1 / weight_decay once it is there.
 Wire: 1 bit per element up; down 1 bit for the vote, or ceil(log2(N + 1)) bits for the average,
-sent as the number of positive signs.
+sent as the number of positive signs. Dense tensors and steps in fp32 send the same signs in 32
+bits.
 Source: Liu et al., NeurIPS 2024, arXiv:2404.00438, algorithm 1; Lion: Chen et al. 2023,
 arXiv:2302.06675.
 Differs: Lion has sign(0) = 0, which one bit cannot represent, so an element without gradients

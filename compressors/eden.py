@@ -4,10 +4,10 @@
     S = ||r||^2 / <q, r>   (scale="unbiased"), or   S = <q, r> / ||q||^2   (scale="least")
     x' = D_1 H ... D_R H (S q)
 
-D_j multiplies by random signs, H is the orthonormal Walsh-Hadamard transform of a block of d, a power
-of two: a last one of 100 elements is divided into blocks of 64, 32 and 4. After the rotation the
-elements are nearly normal, whatever x was, so the centroids of Lloyd and Max for N(0, 1) fit them.
-One bit is DRIVE.
+D_j multiplies by random signs, H is the orthonormal Walsh-Hadamard transform of a block of d, a
+power of two: a last one of 100 elements is divided into blocks of 64, 32 and 4. After the rotation
+the elements are nearly normal, whatever x was, so the centroids of Lloyd and Max for N(0, 1) fit
+them. One bit is DRIVE.
 Error, with cos = <q, r> / (||q|| ||r||): least ||x - x'||^2 = (1 - cos^2) ||x||^2, contractive;
 unbiased (1 / cos^2 - 1) ||x||^2. For d -> infinity, at 1 to 5 bits: .3634, .1175, .0345, .0095 and
 .0025, the distortion D of the quantizer of N(0, 1); unbiased D / (1 - D), so .5708 at one bit.

@@ -9,6 +9,7 @@ biased.
 NMSE of normal values .0132, Laplace .0161 (test_blockfloat.py::test_the_error).
 Wire: 4 bits per element, packed, and 8 bits (E8M0) per block: 4.25 bits, up and down; the owner
 adds in float32 and encodes the mean again. A block below 2^-100 is sent as zeros, with the byte 0.
+Zeros lose their sign.
 Source: Rouhani et al. 2023, arXiv:2310.10537; Open Compute Project, Microscaling formats (MX)
 version 1.0, sections 5 and 6.3.
 

@@ -11,6 +11,7 @@ matrix product follows, and `int8` in 8.13 bits has 17 times less error on norma
 (test_blockfloat.py::test_beside_int8).
 Wire: 8 bits per element and 8 bits (E8M0) per block: 8.25 bits, up and down; the owner adds in
 float32 and encodes the mean again. A block below 2^-100 is sent as zeros, with the byte 0.
+Zeros lose their sign.
 Source: Rouhani et al. 2023, arXiv:2310.10537; Open Compute Project, Microscaling formats (MX)
 version 1.0, sections 5 and 6.3.
 

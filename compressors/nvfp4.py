@@ -10,6 +10,7 @@ biased.
 NMSE of normal values .0090, Laplace .0086 (test_blockfloat.py::test_the_error).
 Wire: 4 bits per element, packed, 8 bits per block and a float32 (a) per tensor: 4.5 bits, up and
 down; the owner adds in float32 and encodes the mean again. A tensor below 2^-100 is sent as zeros.
+Zeros lose their sign.
 Source: NVIDIA 2025, arXiv:2509.25149 (pretraining in NVFP4): the format.
 
 >>> import gcbench, torch
