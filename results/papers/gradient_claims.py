@@ -589,8 +589,8 @@ def _by_kind(rows: Sequence[Row]) -> str | None:
     for kind in dict.fromkeys(row["kind"] for row in tensors):
         alike = [row for row in tensors if row["kind"] == kind]
         counts = [wins([row for row in alike if row["rival"] == rival]) for rival in RIVALS]
-        (share, n), (bits, _) = counts
-        parts.append(f"{kind} {share} and {bits} of {n}")
+        (equal_share, n), (equal_bits, _) = counts
+        parts.append(f"{kind} {equal_share} and {equal_bits} of {n}")
     return (
         f"Tensor by tensor, {100 * float(share or 0):g} % kept, FFT beats top-k at equal share and "
         f"at equal bits for these layers and steps: {'; '.join(parts)}."
@@ -632,11 +632,11 @@ def _draw(grid: Sequence[Axes], analysis: Analysis) -> None:
         axes.set_xlabel("energy that top-k keeps (%)")
         axes.set_ylabel("energy that FFT keeps (%)")
         if rows:
-            share = f"{100 * float(share or 0):g} % kept, {rival}:\nFFT in {won} of {len(rows)}"
+            heading = f"{100 * float(share or 0):g} % kept, {rival}:\nFFT in {won} of {len(rows)}"
         else:
-            share = f"FFT against top-k,\n{rival}"
+            heading = f"FFT against top-k,\n{rival}"
             empty(axes, "not compared:\nno tensor for both")
-        axes.set_title(share, loc="left", fontsize="medium")
+        axes.set_title(heading, loc="left", fontsize="medium")
     axes = grid[-1]
     rows = [row for row in analysis.table("clipping_layers").rows if row["clip"] == CLIP]
     for kind in kinds:

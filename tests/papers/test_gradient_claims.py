@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
+from pathlib import Path
 
 import _paper
 import gradient_claims as claims
@@ -134,6 +136,21 @@ def test_wins_and_medians_are_counted() -> None:
     assert "larger than the gradient in 1 of 2" in str(claim["text"])
 
 
+def test_the_sentence_by_kind_states_the_share_of_its_rows() -> None:
+    """The committed rows give the committed sentence."""
+    committed = json.loads(Path(claims.__file__).with_suffix(".json").read_text())
+    tables = {table["name"]: table["rows"] for table in committed["tables"]}
+    rows = [
+        {**row, "energy_fft": float(place < row["won"]), "energy_topk": 0.5}
+        for row in tables["spectra"]
+        for place in range(row["n"])
+    ]
+    sentence = claims._by_kind(rows)
+    assert sentence is not None
+    assert sentence.startswith("Tensor by tensor, 15 % kept, FFT beats top-k")
+    assert sentence in committed["conclusions"]
+
+
 def test_equal_bits_are_nearly_used_up() -> None:
     for remaining in (0.15, 0.01):
         for granularity in claims.GRANULARITIES:
@@ -166,7 +183,9 @@ def test_the_script_measures_judges_and_draws(tmp_path) -> None:
     assert len(tables["claims"]) == len(claims.CLAIMS)
     (folder,) = tmp_path.glob("gradient-claims-*")
     claims.draw(analysis.load(folder), tmp_path / "x.svg")
-    assert "FFT keeps more" in (tmp_path / "x.svg").read_text()
+    picture = (tmp_path / "x.svg").read_text()
+    assert "FFT keeps more" in picture
+    assert all(f"15 % kept, {rival}:" in picture for rival in claims.RIVALS)
 
 
 @pytest.mark.parametrize("words", [("--clip", "0"), ("--shares", "1")])
