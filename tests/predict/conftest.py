@@ -7,7 +7,7 @@ import pytest
 def no_pictures(request: pytest.FixtureRequest, monkeypatch) -> None:
     """Draw only in tests of pictures."""
     if "picture" not in request.node.name:
-        monkeypatch.setattr("gcbench.kinds.draw", lambda analysis, path: None)
+        monkeypatch.setattr("gcbench.report.kinds.draw", lambda analysis, path: None)
 
 
 @pytest.fixture(autouse=True)

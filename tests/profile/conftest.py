@@ -8,4 +8,4 @@ LOOKS = ("picture", "panel", "end_to_end")
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch) -> None:
     if not any(word in request.node.name for word in LOOKS):
-        monkeypatch.setattr("gcbench.kinds.draw", lambda analysis, path: None)
+        monkeypatch.setattr("gcbench.report.kinds.draw", lambda analysis, path: None)
