@@ -51,6 +51,8 @@ def rows(
 ) -> tuple[list[Place], list[dict[str, Any]]]:
     """Return the places, and one row per configuration and seed that at least two of them have.
 
+    Copies of one run, such as a folder and its bundle, count once: the first one.
+
     A row has the `method`, `seed`, `places` (their numbers from 1), the digests of the parameters
     and of the results of each, and `agree`: True, False, or None where a digest is not recorded.
 
@@ -59,7 +61,10 @@ def rows(
     """
     places: dict[Place, int] = {}
     groups: dict[tuple[str, int], dict[int, Run]] = {}
+    unique: dict[str, Run] = {}
     for run in runs:
+        unique.setdefault(_identity(run), run)
+    for run in unique.values():
         number = places.setdefault(Place.of(run, paths), len(places) + 1)
         groups.setdefault((run.method, run.summary.seed), {}).setdefault(number, run)
     common = [group for group in groups.values() if len(group) > 1]
@@ -67,8 +72,8 @@ def rows(
         names = "; ".join(f"{place.system} ({place.path})" for place in list(places)[:3])
         raise UsageError(
             f"--by machine: {counted(len(places), 'machine')} ({names}), and no configuration and "
-            "seed that two of them ran. Add rows of the same runs from another machine, such as a "
-            "bundle (`gcbench bundle RUNS -o x.zip`)"
+            "seed that two of them ran (copies of one run count once). Add rows of the same runs "
+            "from another machine, such as a colleague's bundle (`gcbench bundle RUNS -o x.zip`)"
         )
     result = []
     for group in common:
@@ -90,6 +95,13 @@ def rows(
             }
         )
     return [*places], result
+
+
+def _identity(run: Run) -> str:
+    """Return what copies of one run share and no other run has."""
+    facts = [run.summary.provenance.get(key) for key in ("started", "finished", "machine")]
+    results = [run.summary.more.get(SHA), run.outcome]
+    return canonical([run.method, run.summary.seed, facts, results])
 
 
 def render(runs: Sequence[Run], paths: Mapping[Path, Path], format: str, width: int) -> str:

@@ -202,11 +202,25 @@ def test_rows_of_two_machines_agree_by_their_parameters(tmp_path: Path) -> None:
     assert [row["params_sha256"] for row in chosen] == [["b", "x"]]
 
 
-def test_a_bundle_of_the_same_machine_is_compared_too(packed: Path) -> None:
-    rows = invoke("compare", packed.parent / "runs", packed, "--by", "machine", "--json").json
-    assert len(rows) == len(reader.load([packed.parent / "runs"]))
-    assert {len(row["machines"]) for row in rows} == {2}
-    assert {row["same_result"] for row in rows} == {True}
+def test_copies_of_a_run_count_once(packed: Path) -> None:
+    """A folder and its own bundle are the same runs: nothing was repeated."""
+    done = invoke("compare", packed.parent / "runs", packed, "--by", "machine")
+    assert done.code == 2
+    assert "copies of one run count once" in " ".join(done.err.split())
+
+
+def test_a_second_run_on_an_equal_machine_counts(tmp_path: Path) -> None:
+    """Another machine may have the same processor; the start of a run distinguishes it from a copy."""
+    for name, started in (("here", "2026-01-01"), ("there", "2026-01-02")):
+        runs = runs_of("one", ["a", "b"])
+        for run in runs:
+            run["provenance"] = {**run["provenance"], "started": started}
+        write(tmp_path / name, *runs)
+    both = tmp_path / "here", tmp_path / "there"
+    rows = invoke("compare", *both, tmp_path / "here", "--by", "machine", "--json").json
+    assert [row["places"] for row in rows] == [[1, 2], [1, 2]]
+    assert all("here" in row["machines"][0] for row in rows)
+    assert {row["agree"] for row in rows} == {True}
 
 
 def test_one_machine_has_nothing_to_agree_with(tmp_path: Path) -> None:
