@@ -108,23 +108,29 @@ def _fit(
     labels = short_labels(rows)
     which[place] = which[place]._replace(cells=labels)
     names = list(zip(*(column.cells for column in which[: place + 1]), strict=True))
+    choices: list[Column] = []
     if len(set(names)) == len(names):
+        choices = tables.differing(which[place + 1 :])[0]
         del which[place + 1 :]
     rest = [column for name, columns in groups.items() if name != "which" for column in columns]
     if not asked.columns:
-        rest = _by_importance(rest)
+        rest = _by_importance(rest, choices)
     table = fitted(which, rest, width, lines, titles)
     height = 1 + max(column.heading.count("\n") + 1 for column in (*which, *rest))
     return _Table(table.text, height)
 
 
-def _by_importance(columns: Sequence[Column]) -> list[Column]:
-    """Return the result, its difference from the uncompressed runs, and what `FIRST` names."""
+def _by_importance(columns: Sequence[Column], choices: Sequence[Column]) -> list[Column]:
+    """Return the result, its difference from the uncompressed runs, and what `FIRST` names.
+
+    `choices`: the methods' settings. The rate, which every method tunes, comes last.
+    """
     names = {" ".join(column.heading.split()): column for column in columns}
     result = [column for column in columns if column.heading in (*tables.METRICS, "vs none")]
-    return result + [
-        column for word in FIRST for name, column in names.items() if name.startswith(word)
-    ]
+    first = [column for word in FIRST for name, column in names.items() if name.startswith(word)]
+    rates = [column for column in choices if column.heading == "lr"]
+    settings = [column for column in choices if column.heading != "lr"]
+    return [*result, *settings, *first, *rates]
 
 
 def short_labels(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -236,6 +242,8 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
         notes.append(f"{counted(failed, 'run')} diverged; means leave them out.")
     if untuned := sum(row.rate in ("untuned", "open") for row in rows):
         notes.append(f"{counted(untuned, 'row')} without the learning rate that trials choose.")
+    if note := tables.open_note(rows):
+        notes.append(note)
     if changed := sum(bool(row.other_rule) for row in rows):
         notes.append(
             f"{counted(changed, 'row')} applied the update in another way than the source."

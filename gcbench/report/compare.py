@@ -110,7 +110,10 @@ class ComparisonRow:
     tier: str | None = None
     """The suite's tier of the row, by its measured bits."""
     rank: str | None = None
-    """Possible places in the tier, "1" or "2-4"; "-" with fewer than 5 common seeds."""
+    """Possible places in the tier, "1" or "2-4".
+
+    "-" with fewer than 5 common seeds, or if the settings of a row in the tier are open.
+    """
     beaten: bool = False
     """Whether a row of the tier is better with no more payload bytes, by the ranks' intervals."""
     as_published: ComparisonRow | None = None
@@ -120,6 +123,8 @@ class ComparisonRow:
 
     "open" while trials of the rule are missing.
     """
+    settings_open: bool = False
+    """Whether trials of the method's alternatives are missing, so that others may be chosen."""
 
     @property
     def payload(self) -> float:
@@ -210,7 +215,11 @@ class ComparisonRow:
             **{key: value for key, value in self.context.items() if key not in named},
             **dict(self.choices),
             **({} if self.tier is None else {"tier": self.tier, "rank": self.rank}),
-            **({} if self.rate is None else {"rate": self.rate}),
+            **(
+                {}
+                if self.rate is None
+                else {"rate": self.rate, "settings_open": self.settings_open}
+            ),
             **({"other_rule": self.other_rule} if self.other_rule else {}),
             **{name: getattr(self, name) for name in ("bits_up", "metric", "mean", "sd", "n")},
             "failed": len(self.failed),
@@ -642,7 +651,7 @@ def _context_order(key: str) -> tuple[int, str]:
 def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows with their places in their tier and budget, and whether one beats them.
 
-    See `ranks.places` and `ranks.pairwise`.
+    See `ranks.places` and `ranks.pairwise`. A tier in which a row has open settings is not ranked.
     """
     import pandas as pd
 
@@ -652,6 +661,10 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
             groups.setdefault(canonical([row.tier, row.context]), []).append(i)
     ranked_rows = list(rows)
     for members in groups.values():
+        if any(rows[i].settings_open for i in members):
+            for i in members:
+                ranked_rows[i] = replace(ranked_rows[i], rank="-")
+            continue
         values = pd.DataFrame({i: rows[i].values for i in members})
         sign = 1 if rows[members[0]].metric == "accuracy" else -1
         examples = rows[members[0]].examples or math.nan

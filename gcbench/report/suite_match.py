@@ -62,6 +62,8 @@ class Beside:
                     published=point.published,
                     tier=None if bits is None else self.suite.tier(bits),
                     rate=self.rate(row),
+                    settings_open=point.tune is not None
+                    and (point.group, row.first.steps) not in self.choices,
                 )
             )
         return ranked(result)

@@ -182,14 +182,24 @@ def _resolution_note(rows: Sequence[ComparisonRow]) -> str:
     )
 
 
+def open_note(rows: Sequence[ComparisonRow]) -> str:
+    """Return a sentence about the methods whose trials are not complete; "" without any."""
+    names = sorted({row.first.compressor_name for row in rows if row.settings_open})
+    if not names:
+        return ""
+    return f"No ranks in tiers with open settings. Trials are missing for {listed(names)}."
+
+
 def _tier_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     sentences = []
     if any(row.rank is not None for row in rows):
         sentences.append(
             "rank: the possible places within the tier, by paired intervals over at least 5 seeds "
             "(95 % for all pairs together, including rows that are not shown). Indistinguishable "
-            "methods have overlapping places; -: too few seeds."
+            "methods have overlapping places; -: too few seeds, or open settings in the tier."
         )
+    if note := open_note(rows):
+        sentences.append(note)
     if any(row.rate in ("edge", "untuned", "open") for row in rows):
         sentences.append(
             "rate: edge: the best rate is the lowest or highest one tried; untuned: not the rate "

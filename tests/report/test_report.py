@@ -440,10 +440,10 @@ def test_rows_of_a_parquet_file_are_reported_with_their_suite(tmp_path: Path) ->
     """A folder of files of rows has a section for each suite, with ranks where it has tiers."""
     folder = tmp_path / "rows"
     folder.mkdir()
-    for name in ("main", "terngrad-table1"):
+    for name in ("main-language", "terngrad-table1"):
         shutil.copy(ROOT / f"results/reference/{name}.parquet", folder)
     _, page = reported(tmp_path / "x", folder)
-    for name in ("main", "terngrad-table1"):
+    for name in ("main-language", "terngrad-table1"):
         assert any(heading.startswith(f"{name}: ") for heading in page.headings)
     assert "rank" in page.accuracy()[0]
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from commands import invoke
+from commands import ROOT, invoke
 
 from gcbench.core.errors import UsageError
 from gcbench.report import compare, suite_match
@@ -119,11 +119,12 @@ def stored(
     judge: Callable[[Config], float],
     path: Path,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    included: Callable[[Config], bool] = lambda _: True,
 ) -> None:
-    """Write the rows of all trials and runs of a suite."""
+    """Write the rows of the trials and runs of a suite that are `included`."""
     trials, final = follow(suite, judge, settings)
     results = []
-    for config in (*trials, *final):
+    for config in filter(included, (*trials, *final)):
         shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
         value = judge(config) + config.seed / 1000
         split = "test" if config.test else "validation"
@@ -165,6 +166,45 @@ def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_
     alike = suite_match.beside(suite, load([path]))
     rest = alike.rows(compare.rows(alike.runs, choices=suite.choices, preferred=alike.best))
     assert all(row.as_published is None for row in rest)
+
+
+def test_a_tier_with_open_settings_has_no_ranks(suite_path: Path, tmp_path: Path) -> None:
+    """Without one trial of top-k another momentum may win: neither row of the tier has a rank."""
+    suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
+    judge = judged(0.1, momentum=0.2, model=-0.1)
+    seeds = {"seed": [0, 1, 2, 3, 4]}
+    stored(suite, judge, path, seeds)
+    words = ("compare", path, "--suite", suite_path)
+    complete = invoke(*words, "--json").json
+    assert {(row["rank"], row["settings_open"]) for row in complete} == {("1-2", False)}
+    assert "Trials are missing" not in invoke(*words).out
+    stored(
+        suite,
+        judge,
+        path,
+        seeds,
+        lambda config: config.test or (config.compressor, config.momentum) != ("topk", 0.9),
+    )
+    rest = invoke(*words, "--json").json
+    assert {row["rank"] for row in rest} == {"-"}
+    assert {row["settings_open"] for row in rest if row["compressor_name"] == "topk"} == {True}
+    assert {row["settings_open"] for row in rest if row["compressor_name"] == "none"} == {False}
+    shown = invoke(*words)
+    note = "No ranks in tiers with open settings. Trials are missing for topk."
+    assert note in " ".join(shown.out.split())
+    assert " rank " not in shown.out.split("─")[0]
+    assert note in " ".join(invoke(*words, "--details").out.split())
+
+
+def test_the_default_table_shows_the_momentum_where_it_differs(monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("compare", ROOT / "results/reference/main.parquet", "--suite", "main")
+    head, _, rows = invoke(*words).out.partition("─")
+    assert "momentum" in head
+    (line,) = [line for line in rows.splitlines() if line.startswith("powersgd  ")]
+    assert " 0.9 " in line
+    (line,) = [line for line in rows.splitlines() if line.startswith("efsignsgd  ")]
+    assert " 0 " in line
 
 
 def close(config: Config) -> float:

@@ -836,7 +836,7 @@ def test_the_picture_of_tiers(tmp_path, monkeypatch):
 def test_ranks_are_of_the_whole_tier_whatever_is_shown():
     """Of bf16 alone the rank is 1 to 5, as in the table of all five."""
     reference = ROOT / "results" / "reference"
-    words = ("compare", reference, "--suite", "main", "--json")
+    words = ("compare", reference, "--suite", "main-language", "--json")
     every = {row["method"]: row["rank"] for row in invoke(*words).json}
     (alone,) = invoke(*words, "--where", "compressor=bf16").json
     assert alone["rank"] == every["bf16"] == "1-5"
