@@ -51,11 +51,10 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str, width: int) 
     above = ["\n".join(sentence(text, "table", width) for text in above)] if above else []
     lines = asked.lines - sum(len(text.splitlines()) + 1 for text in above)
     head = _head(groups, key, asked, width)
-    notes = _notes(rows, head.text)
-    below = [sentence(note, "table", width) for note in notes]
-    lines -= sum(len(text.splitlines()) for text in below) + 2 + head.height
+    lines -= len(_below(rows, len(rows) - 1, head, width).splitlines()) + 1 + head.height
     if key == "tier" and not asked.sort:
         groups = {name: _one_per_method(group) for name, group in groups.items()}
+    lines = max(lines, 1 + (key is not None))
     chosen = _chosen(groups, lines, key is not None, listed=bool(asked.sort))
     titles: dict[int, str] = {}
     shown: list[ComparisonRow] = []
@@ -64,10 +63,16 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str, width: int) 
             titles[len(shown)] = name if key == "tier" else f"{key}={name}"
         shown += group
     table = _fit(shown, asked, width, lines + head.height, titles)
-    hidden = [f"{len(rows) - len(shown)} of {len(rows)} rows"] if len(shown) < len(rows) else []
-    hidden.append("columns, times and notes")
-    more = sentence(f"Not shown: {', '.join(hidden)}. Add --details.", "table", width)
-    return "\n\n".join([*above, table.text, "\n".join([*below, more])])
+    return "\n\n".join([*above, table.text, _below(rows, len(shown), table, width)])
+
+
+def _below(rows: Sequence[ComparisonRow], shown: int, table: _Table, width: int) -> str:
+    """Return the footnotes of a table with `shown` of the rows, and what it leaves out."""
+    hidden = [f"{len(rows) - shown} of {len(rows)} rows"] if shown < len(rows) else []
+    columns = [*table.left_out, "other columns", "times and notes"]
+    more = f"Not shown: {', '.join([*hidden, *columns])}. Add --details."
+    notes = [*_notes(rows, table.text), more]
+    return "\n".join(sentence(note, "table", width) for note in notes)
 
 
 def _without(key: str, rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
@@ -93,6 +98,8 @@ class _Table(NamedTuple):
     text: str
     height: int
     """Lines above the first row."""
+    left_out: list[str]
+    """The headings of the columns that do not fit."""
 
 
 def _fit(
@@ -117,7 +124,7 @@ def _fit(
         rest = _by_importance(rest, choices)
     table = fitted(which, rest, width, lines, titles)
     height = 1 + max(column.heading.count("\n") + 1 for column in (*which, *rest))
-    return _Table(table.text, height)
+    return _Table(table.text, height, table.left_out)
 
 
 def _by_importance(columns: Sequence[Column], choices: Sequence[Column]) -> list[Column]:
@@ -233,10 +240,8 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
     """Return what a reader must know of the numbers in the text of a table, a line each."""
     counts = [len(row.values) for row in rows]
     spread = "mean ± sd of " if max(counts) > 1 else ""
-    notes = [
-        f"{spread}n = {ends(counts)} seed{'s' * (max(counts) != 1)}; vs none: paired difference "
-        "[95 % interval]."
-    ]
+    versus = "; vs none: paired difference [95 % interval]" if "vs none" in table else ""
+    notes = [f"{spread}n = {ends(counts)} seed{'s' * (max(counts) != 1)}{versus}."]
     notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
     if failed := sum(len(row.failed) for row in rows):
         notes.append(f"{counted(failed, 'run')} diverged; means leave them out.")

@@ -100,6 +100,8 @@ class Fitted(NamedTuple):
     text: str
     rows: int
     """How many rows are shown: the first ones."""
+    left_out: list[str]
+    """The headings of the columns that do not fit."""
 
 
 def fitted(
@@ -112,25 +114,30 @@ def fitted(
     """Return as much of a table as fits into `width` columns and `lines` lines.
 
     The columns `which` are always shown; where they take more than `NAMES` % of the width, the
-    cells of the widest are shortened. Of `rest`, in order of importance, those that still fit are
-    shown. Each row is one line. `groups`: titles on lines of their own above the row with that
-    number.
+    cells of the widest are shortened, and further where the first two of `rest` need the room and
+    the rows stay distinct. Of `rest`, in order of importance, those that still fit are shown. Of
+    sentences the beginning is shown; numbers are never cut. Each row is one line. `groups`: titles
+    on lines of their own above the row with that number.
     """
     which, rest = ([c._replace(cells=c.cells[:lines]) for c in some] for some in (which, rest))
     fixed = [_Measured.of(column) for column in which]
-    needed = _needed([*fixed, *map(_Measured.of, rest)], len(fixed), wrap=False)
+    others = [_Measured.of(column) for column in rest]
+    needed = _needed([*fixed, *others], len(fixed), wrap=False)
     taken = _needed(fixed, len(fixed), wrap=False)
-    if needed > width and taken > (room := max(NAMES * width // 100, width - needed + taken)):
-        widest = max(range(len(fixed)), key=lambda place: fixed[place].width)
-        fixed[widest] = fixed[widest].shortened(max(8, fixed[widest].width - taken + room))
-    shown = fixed[:]
-    for column in rest:
-        measured = _Measured.of(column)
+    if needed > width:
+        first = width - (_needed([*fixed, *others[:2]], len(fixed), wrap=False) - taken)
+        room = max(NAMES * width // 100, width - needed + taken)
+        narrow = _narrowed(fixed, min(first, room))
+        fixed = narrow if _distinct(narrow) == _distinct(fixed) else _narrowed(fixed, room)
+    shown, left_out = fixed[:], []
+    for column, measured in zip(rest, others, strict=True):
         room = width - _needed(shown, len(fixed), wrap=False) - len(GAP)
-        if measured.width > room >= WORDS and any(" " in cell for cell in column.cells):
-            measured = measured.shortened(room)  # of sentences the beginning is shown
+        if measured.width > room >= WORDS and _has_sentences(column):
+            measured = measured.shortened(room)
         if measured.width <= room:
             shown.append(measured)
+        else:
+            left_out.append(" ".join(column.heading.split()))
     head, body = _cells(shown, len(fixed))
     lines -= len(head) + 1
     texts: list[str] = []
@@ -142,7 +149,26 @@ def fitted(
         texts += [line] if title is None else [title, line]
         rows += 1
     rule = "─" * _needed(shown, len(fixed), wrap=False)
-    return Fitted("\n".join([*head, rule, *texts]), rows)
+    return Fitted("\n".join([*head, rule, *texts]), rows, left_out)
+
+
+def _narrowed(columns: Sequence[_Measured], room: int) -> list[_Measured]:
+    """Return the columns with the cells of the widest shortened so that all take `room` columns."""
+    surplus = _needed(columns, len(columns), wrap=False) - room
+    widest = max(columns, key=lambda column: column.width)
+    shorter = widest.shortened(max(8, widest.width - max(0, surplus)))
+    return [shorter if column is widest else column for column in columns]
+
+
+def _distinct(columns: Sequence[_Measured]) -> int:
+    """Return the number of distinct rows."""
+    return len(set(zip(*(column.cells for column in columns), strict=True)))
+
+
+def _has_sentences(column: Column) -> bool:
+    """Return whether cells have several words, and none begins with a number."""
+    begins = any(re.match(r"[-+~<]?\.?\d", cell) for cell in column.cells)
+    return not begins and any(" " in cell for cell in column.cells)
 
 
 WORDS = 12

@@ -18,7 +18,6 @@ from commands import invoke
 from gcbench.core import files
 from gcbench.core.errors import GcbenchError
 from gcbench.report import bundle
-from gcbench.results import reader
 
 MINE = "raise RuntimeError('a source of a bundle was run')\n"
 
@@ -210,7 +209,7 @@ def test_copies_of_a_run_count_once(packed: Path) -> None:
 
 
 def test_a_second_run_on_an_equal_machine_counts(tmp_path: Path) -> None:
-    """Another machine may have the same processor; the start of a run distinguishes it from a copy."""
+    """Equal processors do not make a copy: the runs started at different times."""
     for name, started in (("here", "2026-01-01"), ("there", "2026-01-02")):
         runs = runs_of("one", ["a", "b"])
         for run in runs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from commands import ROOT, invoke
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import figures, run_plots
 from gcbench.report.compare import rows
+from gcbench.report.rendering import Column, fitted
 from gcbench.report.tables import render
 from gcbench.results.reader import load
 from gcbench.stats import intervals, seeds
@@ -925,3 +927,75 @@ def test_rows_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
         done = invoke("compare", folder, "--label", wrong)
         assert done.code == 2
         assert wrong in done.err
+
+
+# ---- narrow terminals ----------------------------------------------------------------------------
+
+
+def test_a_column_of_numbers_is_whole_or_left_out() -> None:
+    names = [
+        Column("lr", ["0.001", "0.3"]),
+        Column("method", ["topk ratio=0.01 values=range", "topk ratio=0.05 values=range"]),
+    ]
+    rest = [
+        Column("accuracy %", ["76.25 ± 0.98", "7.25 ± 10.98"]),
+        Column("vs none", ["-7.41 [-14.03, -0.79] ‡", "-"]),
+        Column("update", ["sign of the mean instead of the mean", "another step"]),
+        Column("seeds", ["2 (1 failed)", "3"]),
+    ]
+    widths = range(30, 130)
+    for width in widths:
+        table = fitted(names, rest, width, 20)
+        assert max(map(len, table.text.splitlines())) <= width
+        for column in rest:
+            assert (column.heading in table.left_out) != (column.heading in table.text)
+            if column.heading not in (*table.left_out, "update"):
+                assert all(cell in table.text for cell in column.cells), (width, column.heading)
+    assert fitted(names, rest, widths[-1], 20).left_out == []
+
+
+@pytest.mark.parametrize("seeds", [(0, 1), (5, 6)], ids=["intervals", "no common seeds"])
+def test_80_columns_cut_no_interval_and_no_mark(tmp_path: Path, monkeypatch, seeds) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    results = [summary("none", seed, 0.9) for seed in (0, 1)]
+    for workers, lr, ratio in itertools.product((2, 16), (0.1, 0.001), (0.0125, 0.015)):
+        over = {"lr": lr, "workers": workers, "options": {"ratio": ratio}}
+        over["compressor"] = f"TopK(ratio={ratio})"
+        results += [summary("topk", seed, 0.1 + 0.07 * seed, **over) for seed in seeds]
+        results += [summary("topk", 9, None, test_loss=None, **over)]
+    shown = invoke("compare", write(tmp_path, *results)).out
+    assert max(map(len, shown.splitlines())) <= 80
+    table, _, notes = shown.partition("\n\n")
+    head, _, body = table.partition("─")
+    left_out = re.findall(r"Not shown: (.*), other columns", " ".join(notes.split()))
+    words = {word for name in left_out for word in name.replace(",", "").split()}
+    assert words, "not everything fits"
+    for name in ("none", "payload", "n"):
+        assert (name in words) != (name in head.split()), name
+    assert body.count("[") == body.count("]") == (4 if seeds == (0, 1) else 0)
+    for mark in "†‡":
+        assert (mark in table) == (f"{mark}:" in notes)
+    assert "‡" in table
+
+
+def test_the_user_s_rows_come_before_those_of_a_suite(tmp_path: Path, monkeypatch) -> None:
+    """All 8 rows of the user are shown; a mark is explained only where a printed row has it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    mine = [summary("none", seed, 0.9) for seed in (0, 1)]
+    for lr in (0.1, 0.2, 0.3, 0.4):
+        mine += [summary("topk", 7, 0.5, lr=lr), summary("qsgd", 0, 0.6, lr=lr)]
+    reference = ROOT / "results/reference/main.parquet"
+    shown = invoke("compare", write(tmp_path / "mine", *mine), reference)
+    assert len([*shown.out.splitlines(), *shown.err.splitlines()]) <= 25
+    first, _, rest = shown.out.partition("Add --details.")
+    assert first.count("topk") == first.count("qsgd") == 4
+    assert "†:" in first
+    assert "‡:" in first
+    assert re.search(r"\d+ runs of suite main not shown: add --suite main\.", rest)
+    few = write(tmp_path / "few", *mine[:2], summary("qsgd", 0, 0.6))
+    shown = invoke("compare", few, reference)
+    assert len([*shown.out.splitlines(), *shown.err.splitlines()]) <= 25
+    first, _, rest = shown.out.partition("Add --details.")
+    assert "qsgd" in first
+    assert "Suite main:" in rest
+    assert not re.search("[†‡]", shown.out)
