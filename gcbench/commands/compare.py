@@ -39,6 +39,10 @@ MACHINE = "machine"
 """The value of `--by` that compares the same runs of several machines."""
 
 
+FEWEST = 10
+"""Lines of a default answer that a second table needs."""
+
+
 class Width(StrEnum):
     """Columns of a paper that a picture may span."""
 
@@ -157,9 +161,13 @@ def compare(
             f"these rows come from {len(groups)} suites and cannot share one table or picture: "
             f"choose with --suite {' or '.join(filter(None, groups))}"
         )
-    asked = asked._replace(lines=max(8, asked.lines // max(1, len(groups))))
+    groups = dict(sorted(groups.items(), key=lambda group: group[0] != ""))  # the user's rows first
+    asked = asked._replace(lines=asked.lines - 2 * (len(groups) - 1))
     shown: list[ComparisonRow] = []
     for name, group in groups.items():
+        if shown and _is_short(asked) and plot is None and asked.lines < FEWEST:
+            output.emit(f"\n{len(group)} runs of suite {name} not shown: add --suite {name}.")
+            continue
         tested = not trials and any(not run.is_trial for run in group)
         if name and tested:
             from gcbench.report import suite_match
@@ -173,7 +181,9 @@ def compare(
         else:
             rows = comparing.chosen(group if trials else reader.without_trials(group), asked)
             title, missing = "", []
-        output.emit(("\n" if shown else "") + comparing.render(rows, asked, title))
+        text = ("\n" if shown else "") + comparing.render(rows, asked, title)
+        output.emit(text)
+        asked = asked._replace(lines=asked.lines - text.count("\n"))
         if missing:
             say("\n  ".join(missing) if details else f"{missing[0]}: --details lists them")
         shown += rows
