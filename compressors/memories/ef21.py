@@ -45,6 +45,10 @@ class Ef21(Memory):
         return ("estimate",) if self.eta == 1 else ("estimate", "average")
 
     @property
+    def averages(self) -> bool:
+        return self.eta < 1
+
+    @property
     def feedback(self) -> bool:
         return True
 

@@ -14,16 +14,19 @@ from gcbench.checks import inputs, memory_steps
 from gcbench.checks.calls import Calls
 from gcbench.checks.oracle import raw
 from gcbench.checks.outcome import Outcome
+from gcbench.core import registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.memory import Memory
+from gcbench.core.memory import Memory, for_method
 from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld
 
 SHAPES = ((40, 33), (1,), (1030,))
 N = 40 * 33 + 1031
 WORKERS = 3
+RATES = (0.5, 0.5, 0.05, 0.2, 2.0, 0.1)
+"""Learning rates of the steps in which a schedule must not matter."""
 
 
 class Spy(Memory):
@@ -228,6 +231,98 @@ def _again(carried: Memory, method: Compressor) -> str:
     return "" if factor > 0 else f"of what was not sent {factor:.3g} times as much is offered again"
 
 
+def _exact_run(carried: Memory, rates: Sequence[float], reads: Sequence[str] = ()) -> Tensor:
+    """Return what is applied at each step with an exact code, float64, one row per step.
+
+    `reads`: joint buffers that an update rule reads; if there are any, rows consist of these.
+    """
+    code = registry.compressor("none")
+    running, rows = exchange(code, for_method(carried, code)), []
+    for step, lr in enumerate(rates):
+        mean = running.mean(gradients(step), step, lr=lr)
+        row = [running.joint[0][name] for name in reads] or [mean]
+        rows.append(torch.cat(row).double())
+    return torch.stack(rows)
+
+
+def _differs(actual: Tensor, want: Tensor) -> str:
+    """Return the first step in which two runs differ by more than rounding, or ""."""
+    for step, (one, other) in enumerate(zip(actual, want, strict=True)):
+        off, largest = float((one - other).abs().amax()), float(other.abs().amax())
+        if not off <= 1e-5 * largest:
+            return f"step {step}: off by {off:.3g} of {largest:.3g}"
+    return ""
+
+
+def _exact(carried: Memory, method: Compressor) -> str:
+    """With an exact code there is no error, so learning rates do not matter.
+
+    If the memory declares neither momentum, nor an average, nor a loss, then the mean gradient is
+    applied at every step. If it declares an average, none is larger than the mean gradients so far.
+    """
+    actual = _exact_run(carried, RATES)
+    if carried.has_momentum or carried.averages or carried.lossy:
+        fault = _differs(actual, _exact_run(carried, [1.0] * len(RATES)))
+        if fault:
+            return f"exact code: the applied mean depends on the learning rates: {fault}"
+    means = torch.stack([torch.stack(gradients(s)).double().mean(0) for s in range(len(RATES))])
+    if carried.averages and not carried.has_momentum:
+        limit = means.abs().cummax(0).values
+        over = float((actual.abs() - limit).amax())
+        if over <= 1e-5 * float(limit.amax()):
+            return ""
+        return f"exact code: the average exceeds all mean gradients so far by {over:.3g}"
+    if carried.has_momentum or carried.lossy:
+        return ""
+    fault = _differs(actual, means)
+    return fault and (
+        "exact code: the mean gradient is not applied, though has_momentum, averages and lossy are "
+        f"false: {fault}"
+    )
+
+
+def _later(carried: Memory, method: Compressor) -> str:
+    """The sum of lr * applied is the same, whether elements are sent at once or steps later.
+
+    In the last step everything is sent. Before, the method's code is used if it can be.
+    """
+    if carried.lossy or carried.masks or not carried.feedback:
+        return SKIPPED + "drops errors on purpose, or `keep` is never called"
+    if carried.joint:
+        return SKIPPED + "estimates the mean"
+    if carried.has_momentum and not carried.residuals:
+        return SKIPPED + "what was not sent remains in the momentum"
+    usable = method.claims.contractive and method.claims.aggregate == "mean"
+    usable = usable and "allgather" in method.legal_collectives()
+    usable = usable and not isinstance(method, MultiRoundCompressor)
+    code = method if usable else registry.compressor("topk")
+    exact = registry.compressor("none")
+    lanes = exchange(exact, carried).lanes
+    sums = []
+    for running in (exchange(code, carried, "allgather"), exchange(exact, carried)):
+        total = torch.zeros(N).double()
+        for step, lr in enumerate(RATES):
+            if step == len(RATES) - 1:
+                running.change(lanes)
+            xs = gradients(step) if step < 4 else [torch.zeros(N)] * WORKERS
+            total += lr * running.mean(xs, step, lr=lr).double()
+        sums.append(total)
+    fault = _differs(sums[0][None], sums[1][None]).removeprefix("step 0: ")
+    return fault and f"the sum of lr * applied depends on when elements are sent: {fault}"
+
+
+def _dense(carried: Memory, method: Compressor) -> str:
+    """`dense()` applies what the memory applies with an exact code, unless it masks or averages."""
+    dense = carried.dense()
+    if dense.has_momentum != carried.has_momentum:
+        return f"has_momentum is {carried.has_momentum}, but {dense.has_momentum} of dense()"
+    if carried.masks or carried.averages:
+        return ""
+    reads = [name for name in method.rule.reads if name in carried.joint]
+    fault = _differs(_exact_run(dense, RATES, reads), _exact_run(carried, RATES, reads))
+    return fault and f"dense() applies something other than the memory with an exact code: {fault}"
+
+
 def _large(carried: Memory, method: Compressor) -> str:
     """Long tensors, many tensors, other steps, ranks, workers and scales change nothing."""
     steps = memory_steps.Steps(carried, UpdateRule(), method)
@@ -307,6 +402,9 @@ CHECKS: Mapping[str, Callable[[Memory, Compressor], str]] = {
     "memory: nothing lost": _telescoping,
     "memory: nothing lost in a step": _identity,
     "memory: offered again": _again,
+    "memory: exact code": _exact,
+    "memory: sent later": _later,
+    "memory: dense": _dense,
     "memory: large inputs": _large,
     "memory: workers apart": _interleaved,
     "memory: learning rate": _rescaled,

@@ -47,6 +47,15 @@ class Memory:
         return False
 
     @property
+    def averages(self) -> bool:
+        """Whether a weighted average of the gradients of several steps is applied.
+
+        Weights are not negative and add up to at most 1. Unlike with `has_momentum`, the optimizer
+        may apply momentum, too. Exact communication may leave the average out.
+        """
+        return False
+
+    @property
     def feedback(self) -> bool:
         """Whether `keep` is called with the decoded payload; by default if there are residuals."""
         return bool(self.residuals)

@@ -263,6 +263,141 @@ def test_a_memory_that_is_wrong_on_some_inputs_is_refused(cls, check):
     assert memories.CHECKS[check](cls(), registry.compressor("topk")) != ""
 
 
+class Unlisted(Residual):
+    """The residual is not declared, so it does not follow the learning rate."""
+
+    residuals = ()
+    feedback = True
+    contracting = True
+
+
+class TwiceScaled(unusual.SelfScaled):
+    """Follows the learning rate itself, and the engine rescales it, too."""
+
+    residuals = ("update",)
+
+
+class NeverDivided(unusual.SelfScaled):
+    """Carries the error times the learning rate, and adds it to a gradient."""
+
+    def offer(self, gradient, ctx):
+        return gradient + ctx.state["update"]
+
+
+class HalfCorrected(unusual.Corrected):
+    """Beside a momentum, half of the error is dropped."""
+
+    def offer(self, gradient, ctx):
+        ctx.state["error"].mul_(0.5)
+        return super().offer(gradient, ctx)
+
+
+class Undeclared(unusual.Corrected):
+    """The optimizer applies a momentum to the momentum."""
+
+    has_momentum = False
+
+
+class DoubleAverage(Undeclared):
+    """An average whose weights add up to 10."""
+
+    averages = True
+
+
+class ScaledMomentum(unusual.Corrected):
+    """When the learning rate falls tenfold, the momentum is multiplied by 10."""
+
+    residuals = ("error", "momentum")
+
+
+class FastMean(unusual.Differences):
+    """The mean estimate learns faster than the workers' estimates."""
+
+    def apply(self, mean, ctx):
+        return ctx.joint["mean estimate"].add_(mean)
+
+
+class StaleMean(unusual.Differences):
+    """The mean estimate is updated before it is added."""
+
+    def apply(self, mean, ctx):
+        return ctx.joint["mean estimate"].add_(mean, alpha=self.rate) + mean
+
+
+class LostMean(unusual.Differences):
+    """The mean estimate is not added."""
+
+    def apply(self, mean, ctx):
+        return mean
+
+
+class PlainDense(unusual.Corrected):
+    """Steps in fp32 have no momentum at all."""
+
+    def dense(self):
+        return Memory()
+
+
+class OtherDense(unusual.Corrected):
+    """Steps in fp32 have a momentum of another size."""
+
+    def dense(self):
+        return Momentum(0.9)
+
+
+@pytest.mark.parametrize(
+    ("cls", "check"),
+    [
+        (Unlisted, "memory: sent later"),
+        (TwiceScaled, "memory: sent later"),
+        (NeverDivided, "memory: sent later"),
+        (HalfCorrected, "memory: sent later"),
+        (Undeclared, "memory: exact code"),
+        (DoubleAverage, "memory: exact code"),
+        (ScaledMomentum, "memory: exact code"),
+        (FastMean, "memory: exact code"),
+        (StaleMean, "memory: exact code"),
+        (LostMean, "memory: exact code"),
+        (PlainDense, "memory: dense"),
+        (OtherDense, "memory: dense"),
+    ],
+)
+@pytest.mark.parametrize("name", ["topk", "efsignsgd"])
+def test_a_memory_whose_declarations_are_wrong_is_refused(cls, check, name):
+    fault = memories.CHECKS[check](cls(), registry.compressor(name))
+    assert fault
+    assert not fault.startswith(memories.SKIPPED)
+
+
+SCHEDULES = ("memory: exact code", "memory: sent later", "memory: dense")
+
+
+@pytest.mark.parametrize("name", sorted(registry.compressors()))
+def test_the_memories_of_our_methods_hold_at_changing_learning_rates(name):
+    for options in ({}, *registry.compressor(name).variants):
+        method = registry.compressor(name, **options)
+        for check in SCHEDULES:
+            fault = memories.CHECKS[check](memory.of(method), method)
+            assert not fault or fault.startswith(memories.SKIPPED), (options, fault)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ef21", {"eta": 0.1}),
+        ("dgc", {"masking": False}),
+        ("dgc", {"masking": False, "nesterov": True}),
+        ("dgc", {"clip": 0.1}),
+        ("dgc", {"masking": False, "clip": 0.1}),
+        ("residual", {"decay": 0.5}),
+        ("momentum", {"beta": 0.0}),
+    ],
+)
+def test_our_memories_hold_with_other_settings(name, options):
+    rows = memories.verify(memory.make(name, options), registry.compressor("topk"))
+    assert [row for row in rows if row.check in SCHEDULES and row.verdict == "fails"] == []
+
+
 FILE = """
 from dataclasses import dataclass
 from typing import ClassVar

@@ -149,5 +149,60 @@ class Normalized(Momentum):
         return super().offer((gradient / norm).float() if norm > 0 else gradient, ctx)
 
 
+@dataclass(frozen=True)
+class SelfScaled(Memory):
+    """Carries the error times the learning rate, as in the paper, and follows the rate itself."""
+
+    buffers: ClassVar[tuple[str, ...]] = ("update",)
+    feedback: ClassVar[bool] = True
+    contracting: ClassVar[bool] = True
+
+    def offer(self, gradient, ctx):
+        return gradient + ctx.state["update"] / ctx.lr
+
+    def keep(self, offered, sent, ctx):
+        torch.sub(offered, sent, out=ctx.state["update"]).mul_(ctx.lr)
+
+
+@dataclass(frozen=True)
+class Differences(Memory):
+    """Sends differences from a running estimate (DIANA)."""
+
+    rate: float = 0.1
+
+    buffers: ClassVar[tuple[str, ...]] = ("estimate",)
+    joint: ClassVar[tuple[str, ...]] = ("mean estimate",)
+    feedback: ClassVar[bool] = True
+
+    def offer(self, gradient, ctx):
+        return gradient - ctx.state["estimate"]
+
+    def keep(self, offered, sent, ctx):
+        ctx.state["estimate"].add_(sent, alpha=self.rate)
+
+    def apply(self, mean, ctx):
+        applied = ctx.joint["mean estimate"] + mean
+        ctx.joint["mean estimate"].add_(mean, alpha=self.rate)
+        return applied
+
+
+@dataclass(frozen=True)
+class Corrected(Memory):
+    """A momentum, and the error of compressing it."""
+
+    buffers: ClassVar[tuple[str, ...]] = ("momentum", "error")
+    residuals: ClassVar[tuple[str, ...]] = ("error",)
+    has_momentum: ClassVar[bool] = True
+
+    def offer(self, gradient, ctx):
+        return ctx.state["momentum"].mul_(0.9).add_(gradient) + ctx.state["error"]
+
+    def keep(self, offered, sent, ctx):
+        torch.sub(offered, sent, out=ctx.state["error"])
+
+    def dense(self):
+        return self
+
+
 METHODS = (Regenerated, Nonzeros, Rated)
-MEMORIES = (Resetting, WarmingMomentum, Normalized)
+MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected)
