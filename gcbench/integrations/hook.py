@@ -381,7 +381,11 @@ class Hook:
                 for level in hook._levels():
                     level.exchange.assume(level.rates(hook._rates, optimizer))
 
-        self._rates.bind(parameters, stepped)
+        def exchanges() -> int | None:
+            hook = reference()
+            return None if hook is None or hook._closed or hook._failed is not None else hook.step
+
+        self._rates.bind(parameters, stepped, exchanges)
 
     def _common(self, position: str, step: int, levels: Sequence[Level]) -> Common:
         """Return what must be the same on all ranks at an exchange of these levels."""

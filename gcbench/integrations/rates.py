@@ -1,19 +1,21 @@
-"""The learning rates and the loss scale that residuals follow."""
+"""The learning rates and the loss scale that residuals follow; warnings about other steps."""
 
 from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import checked_rate
+from gcbench.integrations import steps
+
+IDLE = 2
+"""Steps of one optimizer without an exchange between them, at which the hook warns."""
 
 
 class Rates:
@@ -29,7 +31,13 @@ class Rates:
         self.scaler: Any = None
         self._parameters: dict[str, int] = {}
         self._handles: list[Any] = []
-        self._warned = False
+        self._warned: set[str] = set()
+        """Kinds of warnings so far: each is issued once."""
+        self._exchanges: Callable[[], int | None] = lambda: None
+        self._last: int | None = None
+        """Number of exchanges at the last step of an optimizer."""
+        self._idle: dict[int, int] = {}
+        """Optimizer's id -> its steps since the last exchange, without the step right after it."""
         self.add(optimizer, scaler)
 
     def add(self, optimizer: Any, scaler: Any) -> None:
@@ -67,13 +75,20 @@ class Rates:
         self,
         parameters: Mapping[str, Tensor],
         stepped: Callable[[torch.optim.Optimizer], None],
+        exchanges: Callable[[], int | None],
     ) -> None:
         """Read the rates of these parameters; call `stepped` with an optimizer after its steps.
+
+        `exchanges`: returns the number of exchanges so far; None: the hook does not exchange.
 
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
         self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
+        self._exchanges, self._last = exchanges, exchanges()
+        if not self._handles:
+            self._handles.append(steps.after_optimizers(self, Rates._stepped))
+            self._handles.append(steps.before_scalers(self, Rates._check_scaler))
         if not self.optimizers:
             return
         if not any(rate is not None for rate in self.of([*parameters])):
@@ -84,43 +99,84 @@ class Rates:
         for optimizer in self.optimizers:
             handle = optimizer.register_step_post_hook(lambda one, *_: stepped(one))
             self._handles.append(handle)
-        self._handles.append(self._watch_others())
 
-    def _watch_others(self) -> Any:
-        """Call `_compare` after each step of any optimizer; return the handle that ends this."""
-        here = weakref.ref(self)  # a hook that is never closed may still be freed
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn about a step at another rate, or without an exchange before it."""
+        if self.optimizers:
+            self._compare(optimizer)
+        self._count(optimizer)
 
-        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            rates = here()
-            if rates is not None:
-                rates._compare(optimizer)
-
-        handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, handle.remove)
-        return handle
-
-    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, once, if another optimizer moves a parameter at a rate that is not followed."""
-        if self._warned or any(optimizer is each for each in self.optimizers):
-            return
+    def _moves(self, optimizer: Any) -> list[tuple[str, float]]:
+        """Return the hook's parameters with a gradient that an optimizer moves, with the rates."""
         names = {number: name for name, number in self._parameters.items()}
-        moved = [
+        return [
             (names[id(parameter)], float(group["lr"]))
             for group in optimizer.param_groups
             for parameter in group["params"]
             if id(parameter) in names and parameter.grad is not None and "lr" in group
         ]
+
+    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if an optimizer steps again and again and no gradient passes the hook.
+
+        Steps with the rate 0 do not count: torch makes them to initialize an optimizer's state.
+        """
+        exchanges = self._exchanges()
+        if exchanges is None or "idle" in self._warned:
+            return
+        if exchanges != self._last:
+            self._last, self._idle = exchanges, {}
+            return
+        if not any(rate for _, rate in self._moves(optimizer)):
+            return
+        count = self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
+        if count >= IDLE:
+            self._warned.add("idle")
+            warnings.warn(
+                f"{type(optimizer).__name__} made {count} steps, and no gradient passed through "
+                f"the hook, which is at step {exchanges}: nothing is compressed, and unless "
+                "something else averages the gradients, the ranks drift apart. Run the forward "
+                "pass of the model on which the hook is registered: not model.module(x), not "
+                "another wrapper of the same module, and not under no_sync at every step. "
+                "hook.close() discards a hook that is not used",
+                stacklevel=5,
+            )
+
+    def _check_scaler(self, scaler: Any, optimizer: Any) -> None:
+        """Warn, once, if a GradScaler other than `scaler` scales gradients of the parameters."""
+        if scaler is self.scaler or "scaler" in self._warned or self._exchanges() is None:
+            return
+        numbers = {*self._parameters.values()}
+        groups = getattr(optimizer, "param_groups", ())
+        if not any(id(parameter) in numbers for group in groups for parameter in group["params"]):
+            return
+        if self.scaler is not None and self.scaler.get_scale() == scaler.get_scale():
+            return  # the user's scaler may contain this one
+        self._warned.add("scaler")
+        warnings.warn(
+            f"a GradScaler with the scale {scaler.get_scale():g} that the hook does not follow "
+            f"steps {type(optimizer).__name__}: residuals, if the method has them, are in units of "
+            "scaled gradients and wrong after each change of the scale. Pass it to the hook or to "
+            "register: scaler=scaler",
+            stacklevel=4,
+        )
+
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if another optimizer moves a parameter at a rate that is not followed."""
+        if "rate" in self._warned or any(optimizer is each for each in self.optimizers):
+            return
+        moved = self._moves(optimizer)
         followed = self.of([name for name, _ in moved])
         for (name, rate), expected in zip(moved, followed, strict=True):
             if expected is None or not math.isclose(rate, expected, rel_tol=1e-6):
-                self._warned = True
+                self._warned.add("rate")
                 warnings.warn(
                     f"an optimizer that the hook does not follow ({type(optimizer).__name__}) "
                     f"moves {name} with the learning rate {rate:g}; the hook follows "
                     f"{'none' if expected is None else f'{expected:g}'} for it. Pass all "
                     "optimizers: optimizer=[first, second]. For one that replaces another, "
                     "close the hook and register a new one; its state keeps the residuals",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 return
 

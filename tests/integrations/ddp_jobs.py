@@ -880,6 +880,89 @@ class Wrong(Compressor):
 WRONG = ("sign", "nothing", "shifted", "scaled", "sum", "first")
 
 
+def warned(call: Callable[[], object]) -> list[str]:
+    """Return the warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught]
+
+
+@job
+def bypassed(rank: int, size: int) -> dict[str, Any]:
+    """Step the optimizer with gradients that did not pass through the hook, and with others."""
+    result: dict[str, Any] = {}
+
+    def module(ddp: Any, x: Tensor, step: int) -> Tensor:
+        return ddp.module(x)
+
+    for name, follows in (("module", False), ("module, followed", True), ("late", True)):
+        ddp = wrapped(model())
+        optimizer = sgd(ddp)
+        hook = comm_hook("topk", **METHOD, optimizer=optimizer if follows else None).register(ddp)
+        if name == "late":
+            train(ddp, optimizer, range(2), rank)
+        result[name] = warned(partial(train, ddp, optimizer, range(2, 6), rank, module))
+        hook.close()
+        result[f"{name}, closed"] = warned(partial(train, ddp, optimizer, range(2), rank, module))
+
+    net = model()
+    hook, used = comm_hook("none").register(wrapped(net)), wrapped(net)
+    result["other wrapper"] = warned(lambda: train(used, sgd(net), range(3), rank))
+    hook.close()
+
+    ddp = wrapped(model())
+    hook = comm_hook("onebit", start_step=3, on_nonfinite="skip").register(ddp)
+    first, second = (torch.optim.SGD(ddp.parameters(), lr=0.01) for _ in range(2))
+    for _ in range(3):
+        first.step()  # there are no gradients
+    train(ddp, first, range(1), rank)
+    second.step()
+    first.param_groups[0]["lr"] = 0.0
+    for _ in range(3):
+        first.step()
+    for step in range(1, 5):
+        x, y = batch(step, rank)
+        (cross_entropy(ddp(x), y) * (torch.inf if rank == 0 else 1.0)).backward()
+        second.step()
+    result["skipped"] = hook.skipped
+    hook.close()
+    return result
+
+
+@job
+def other_scalers(rank: int, size: int) -> dict[str, Any]:
+    """A GradScaler that the hook follows, or does not, or that scales another model."""
+    result: dict[str, Any] = {}
+    for name in ("other", "passed", "contained", "disabled", "other model"):
+        ddp, foreign = wrapped(model()), model()
+        optimizer = sgd(foreign if name == "other model" else ddp)
+        scaler: Any = torch.amp.GradScaler(
+            "cpu", init_scale=8.0, growth_interval=2, enabled=name != "disabled"
+        )
+        passed = {
+            "passed": scaler,
+            "contained": SimpleNamespace(get_scale=lambda scaler=scaler: scaler.get_scale()),
+        }
+        hook = comm_hook("topk", **METHOD, scaler=passed.get(name), optimizer=None).register(ddp)
+
+        def steps(
+            net: Any = foreign if name == "other model" else ddp,
+            optimizer: Any = optimizer,
+            scaler: Any = scaler,
+        ) -> None:
+            for step in range(5):
+                x, y = batch(step, rank)
+                optimizer.zero_grad()
+                scaler.scale(cross_entropy(net(x), y)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        result[name] = warned(steps)
+        hook.close()
+    return result
+
+
 @job
 def checks(rank: int, size: int) -> dict[str, Any]:
     result: dict[str, Any] = {}

@@ -364,6 +364,26 @@ def test_a_broken_compressor_is_named(how):
     assert second["warnings"] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "step"), [("module", 0), ("module, followed", 0), ("late", 2), ("other wrapper", 0)]
+)
+def test_steps_whose_gradients_bypass_the_hook_cause_one_warning(name, step):
+    for result in of("bypassed"):
+        (text,) = result[name]
+        assert text.startswith("SGD made 2 steps, and no gradient passed through the hook")
+        assert f"at step {step}: " in text
+        assert result.get(f"{name}, closed", []) == []
+        assert result["skipped"] == 4, "steps that are skipped or change nothing cause none"
+
+
+def test_a_scaler_that_is_not_followed_is_named_once():
+    for result in of("other_scalers"):
+        (text,) = result.pop("other")
+        assert "a GradScaler with the scale 8 that the hook does not follow steps SGD" in text
+        del result["seconds"]
+        assert [*result.values()] == [[]] * 4
+
+
 def test_a_correct_compressor_causes_no_warning_and_is_recorded_by_name():
     first, second = (result["right"] for result in of("checks"))
     assert first["warnings"] == []

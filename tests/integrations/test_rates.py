@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 import gcbench
 from gcbench.core import memory
@@ -20,7 +23,11 @@ class OneLevel(Hook):
 
     def __init__(self, level: Level, rates: Rates) -> None:
         super().__init__(None, rates)
-        self._level = level
+        self._level, self._exchanged = level, 0
+
+    @property
+    def step(self) -> int:
+        return self._exchanged
 
     def _levels(self) -> list[Level]:
         return [self._level]
@@ -86,6 +93,20 @@ def test_an_optimizer_that_replaces_a_followed_one_is_named_at_another_rate(foll
     new.param_groups[0]["lr"] = 0.01
     with pytest.warns(UserWarning, match=r"Adam.*rate 0\.01; the hook follows 1 for it"):
         new.step()
+
+
+def test_torchs_scaler_is_restored_by_close_or_when_the_hook_is_deleted(level):
+    gc.collect()
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in "ab"}
+    assert not hasattr(GradScaler.step, "__wrapped__")
+    first, second = Rates(None, None), Rates(None, None)
+    for rates in (first, second):
+        OneLevel(level, rates)._follow_steps(parameters)
+    first.close()
+    assert hasattr(GradScaler.step, "__wrapped__")
+    del rates, second
+    gc.collect()
+    assert not hasattr(GradScaler.step, "__wrapped__")
 
 
 def test_optimizers_of_other_models_and_of_a_closed_hook_are_not_compared(followed):

@@ -1,0 +1,88 @@
+"""Watches steps of optimizers and GradScalers that nobody passed to a hook.
+
+torch has hooks for the steps of all optimizers, but none for those of a GradScaler. So while an
+owner watches them, `torch.amp.GradScaler.step` is wrapped; the last owner restores it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+T = TypeVar("T")
+_scaler_calls: WeakKeyDictionary[Any, Callable[..., None]] = WeakKeyDictionary()
+"""Owner -> what it calls before each step of a GradScaler."""
+_original: Any = None
+"""torch's `GradScaler.step` while it is wrapped."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Ends a watch."""
+
+    remove: Callable[[], None]
+
+
+def after_optimizers(owner: T, call: Callable[[T, Optimizer], None]) -> Handle:
+    """Call `call(owner, optimizer)` after each step of any optimizer, while the owner exists."""
+    here = weakref.ref(owner)  # an owner that is never closed may still be freed
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        existing = here()
+        if existing is not None:
+            call(existing, optimizer)
+
+    handle = register_optimizer_step_post_hook(stepped)
+    weakref.finalize(owner, handle.remove)
+    return Handle(handle.remove)
+
+
+def before_scalers(owner: T, call: Callable[[T, Any, Any], None]) -> Handle:
+    """Call `call(owner, scaler, optimizer)` before each step of any enabled GradScaler.
+
+    It also ends when the owner is deleted.
+    """
+    global _original
+    weakref.finalize(owner, _restore)  # runs after the removal of the entry, which is added later
+    _scaler_calls[owner] = call
+    if _original is None:
+        _original = GradScaler.step
+        GradScaler.step = _wrapped(_original)  # type: ignore[method-assign]
+    here = weakref.ref(owner)
+
+    def remove() -> None:
+        existing = here()
+        if existing is not None:
+            _scaler_calls.pop(existing, None)
+        _restore()
+
+    return Handle(remove)
+
+
+def _wrapped(original: Any) -> Any:
+    @functools.wraps(original)
+    def step(self: GradScaler, optimizer: Any, *args: Any, **options: Any) -> Any:
+        if self.is_enabled():
+            for owner, call in [*_scaler_calls.items()]:
+                call(owner, self, optimizer)
+        return original(self, optimizer, *args, **options)
+
+    return step
+
+
+def _restore() -> None:
+    """Restore `GradScaler.step` after the last owner, unless other code has replaced it since."""
+    global _original
+    if _original is None or _scaler_calls:
+        return
+    if getattr(GradScaler.step, "__wrapped__", None) is _original:
+        GradScaler.step = _original  # type: ignore[method-assign,assignment]
+        _original = None
