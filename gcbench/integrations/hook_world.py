@@ -44,6 +44,8 @@ class HookWorld(DistributedWorld):
         super().__init__(device, store, timeout, watched=False, group=group, limit=limit)
         self.members = self.everyone = tuple(members)
         self.store_answers = True
+        self.hint = ""
+        """A further possible cause why a rank does not answer: ", or ..."."""
         self.place = ["no exchange"]
         """This rank's last exchange, and its step, in the one element of a list that worlds which
         joined share; the other ranks read it after a time-out."""
@@ -108,11 +110,12 @@ class HookWorld(DistributedWorld):
             self.store_answers = False
             return PeerLostError(f"{lost}; a collective ended after {waited:.0f} s: {message:.200}")
         if cause:
-            why = f"because {cause}"
+            why = f"because {cause} (last exchange of rank {self.rank}: {self.place[0]})"
         elif silent:
             ranks = ", ".join(f"rank {rank}" for rank in silent)
             why = (
-                f"without an answer from {ranks}, which has ended or stopped, or waits elsewhere; "
+                f"without an answer from {ranks}, which has ended or stopped, or waits "
+                f"elsewhere{self.hint}; last exchange of rank {self.rank}: {self.place[0]}; "
                 f"{limit}. torch: {message:.200}"
             )
         else:

@@ -14,8 +14,9 @@ The result equals `gcbench run --local-steps` on the same examples, bit for bit.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,16 +28,24 @@ from torch.nn.parallel import DistributedDataParallel
 from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import PeerLostError, UsageError
 from gcbench.core.exchange import Lane, classifier, dense_tensors, lane_of
 from gcbench.core.fragments import Rounds, of_names
-from gcbench.integrations import agreement, arguments, check, handshake
+from gcbench.integrations import agreement, arguments, check, handshake, steps
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import Hook, HookSettings, RankState, common_settings
 from gcbench.integrations.hook_world import HookWorld
 from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates
+
+UNCOUNTED = 2
+"""Steps of other optimizers in succession at which `LocalSteps` warns."""
+HINT = (
+    ", or has made fewer optimizer steps: each rank calls optimizer.step() equally often, also "
+    "where it has no batch; a step that a GradScaler skips on one rank is missing there"
+)
+"""A possible cause why a rank does not arrive at a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +118,13 @@ def local_steps(
 
     All ranks of the job call it, with equal parameters. The loop then calls `optimizer.step()` as
     before. Call `exchange()` after the last step, unless their number is a multiple of `every` and
-    `fragments`, `delay` and `blend` have their defaults.
+    `fragments`, `delay` and `blend` have their defaults. Buffers, such as the running statistics of
+    BatchNorm, are not averaged.
 
     Args:
         model: the module, without DistributedDataParallel.
-        optimizer: the optimizer of its parameters; it keeps its state between rounds.
+        optimizer: the optimizer of its parameters; it keeps its state between rounds. Of several,
+            pass the one that steps last. Another one that replaces it is named in a warning.
         compressor: a registered name (`gcbench list compressors`), a file (./mine.py), or a
             compressor.
         every: optimizer steps per round.
@@ -190,7 +201,14 @@ class LocalSteps(Hook):
     ) -> None:
         """Meet the other ranks, and observe the optimizer's steps."""
         super().__init__(settings, Rates(None, None))
+        self._model, self._optimizer = model, optimizer
         self._step = self._since = 0
+        self._uncounted = 0
+        """Steps of other optimizers since the last one of this optimizer, or the last exchange."""
+        self._warned: set[str] = set()
+        """Kinds of warnings so far: each is issued once."""
+        self._saved = False
+        """Whether a state was saved or loaded after the last step."""
         group = dist.group.WORLD
         assert group is not None
         self._size = group.size()
@@ -208,7 +226,10 @@ class LocalSteps(Hook):
         except BaseException as error:
             self._fail(error)
             raise
-        self._handle = optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self._handles: list[Any] = [
+            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            steps.after_optimizers(self, LocalSteps._other_stepped),
+        ]
 
     @property
     def step(self) -> int:
@@ -230,11 +251,28 @@ class LocalSteps(Hook):
         return 4.0 * self._step * self._level.numel
 
     def close(self) -> None:
-        """Stop observing the optimizer, and end the process group."""
-        if not self._closed:
-            self._closed = True
-            self._handle.remove()
-            self._level.world.close()
+        """Stop observing the optimizer, and end the process group.
+
+        It warns if steps since the last exchange are neither exchanged nor saved in a state.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for handle in self._handles:
+            handle.remove()
+        world, steps_open = self._level.world, self._since + self._uncounted
+        unsaved = steps_open and self._size > 1 and not self._saved and self._failed is None
+        text = (
+            f"rank {world.rank}: close() after {self._step} optimizer steps, and the last "
+            f"{steps_open} are not completely exchanged, so the ranks have different parameters. "
+            "Call exchange() first; or save state_dict(), to resume in the middle of the round"
+        )
+        if unsaved:
+            with suppress(PeerLostError):  # a rank with more steps may wait for this one
+                world.report(UsageError(text))
+        world.close()
+        if unsaved:
+            warnings.warn(text, stacklevel=2)
 
     # -- registration ------------------------------------------------------------------------------
 
@@ -289,6 +327,7 @@ class LocalSteps(Hook):
             settings.seed,
             Totals(device),
         )
+        self._level.world.hint = HINT
         layout = [(name, shapes[name]) for name in self._names]
         self._summary = {
             **self._summarize(settings.summary(), len(named), self._level.numel, layout),
@@ -318,6 +357,7 @@ class LocalSteps(Hook):
             self._level.exchange.change(self._level.lanes(self._step))
         self._step += 1
         self._since += 1
+        self._uncounted, self._saved = 0, False
         sent = rounds.sent(self._step)
         if sent:
             self._send(sent)
@@ -325,6 +365,35 @@ class LocalSteps(Hook):
             self._take_over(rounds.taken(self._step), settings.blend)
         if sent and settings.fragments == 1 and not (settings.delay or settings.blend):
             self._since = 0
+
+    def _other_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if another optimizer replaces the one whose steps are counted.
+
+        An optimizer of other parameters of the model does not, nor does one inside this one.
+        """
+        if optimizer is self._optimizer or self._closed or self._failed is not None:
+            return
+        counted, moved = _parameters(self._optimizer), _parameters(optimizer)
+        names = [
+            name
+            for name, p in zip(self._names, self._parameters, strict=True)
+            if id(p) in counted and id(p) in moved and p.grad is not None
+        ]
+        if not names:
+            return
+        self._uncounted += 1
+        self._saved = False
+        if self._uncounted >= UNCOUNTED and "optimizer" not in self._warned:
+            self._warned.add("optimizer")
+            warnings.warn(
+                f"another optimizer ({type(optimizer).__name__}) moves {names[0]}, and the one "
+                f"that gcbench.local_steps counts ({type(self._optimizer).__name__}) has not "
+                f"stepped since step {self._step}: nothing is exchanged, and the ranks drift "
+                "apart. To train with another optimizer, pass it to a new call: state = "
+                "rounds.state_dict(), rounds.close(), gcbench.local_steps(model, new, ..., "
+                "state=state)",
+                stacklevel=4,
+            )
 
     def exchange(self) -> None:
         """Exchange what remains, if the ranks have made a step since; then all ranks are equal.
@@ -344,17 +413,18 @@ class LocalSteps(Hook):
                 "exchange() after close(), which ended the process group: call it first"
             )
         last = max(0, self._step - 1)
-        values = {"position": "call of exchange()", "step": last, "open steps": self._since}
+        steps_open = self._since + self._uncounted
+        values = {"position": "call of exchange()", "step": last, "open steps": steps_open}
         with self._exchanging():
             self._require(None, values)
-        if not self._since:
+        if not steps_open:
             return
         settings = self.settings
         sent = settings.rounds.recent(self._step, min(settings.delay + 1, self._since))
         if rest := {*self._fragments} - sent:
             self._send(rest)
         self._take_over(self._fragments, 0.0)
-        self._since = 0
+        self._since = self._uncounted = 0
 
     def _send(self, fragments: Collection[int]) -> None:
         """Exchange fragments, and update their common parameters."""
@@ -395,11 +465,12 @@ class LocalSteps(Hook):
         level, step = self._level, self._step - 1
         pairs = zip(self._common_x, self._parameters, strict=True)
         difference = torch.cat([(x.reshape(-1) - p.reshape(-1)) for x, p in pairs])
-        fault, sizes = None, [parts[-1].stop for parts in level.parts]
+        fault, sizes = self._replaced(step), [parts[-1].stop for parts in level.parts]
         for number, part in enumerate(torch.split(difference, sizes)):
             if fault is None and (name := level.nonfinite(number, part)):
                 fault = Fault.of(check.diverged(level.world.rank, name, step), step)
         common = self._common("exchange of local steps", step, [level])
+        level.world.place[0] = f"the exchange after {self._step} optimizer steps"
         self._require(fault, {**common.values, "common parameters (SHA-256)": self._origin})
         lanes = [i for i, fragment in enumerate(self._fragments) if fragment in fragments]
         mean = level.exchange.mean([difference], step, self.settings.outer_lr, lanes)
@@ -413,9 +484,40 @@ class LocalSteps(Hook):
         self._outer.step()
         self._outer.zero_grad()
 
+    def _replaced(self, step: int) -> Fault | None:
+        """Return a fault if the model has another parameter by a name; warn about further ones."""
+        registered = dict(zip(self._names, self._parameters, strict=True))
+        present = dict(self._model.named_parameters(remove_duplicate=False))
+        numbers = {id(p) for p in present.values()}
+        names = [
+            name
+            for name, p in registered.items()
+            if present.get(name, p) is not p and id(p) not in numbers
+        ]
+        if names:
+            error = UsageError(
+                f"rank {self._level.world.rank}: {', '.join(names[:3])} of the model is another "
+                "parameter object than when gcbench.local_steps was called, so an exchange would "
+                "not reach the model. Replace parameters first, then create the optimizer and "
+                "call gcbench.local_steps"
+            )
+            return Fault.of(error, step)
+        numbers = {id(p) for p in registered.values()}
+        names = [name for name, p in present.items() if p.requires_grad and id(p) not in numbers]
+        if names and "parameters" not in self._warned:
+            self._warned.add("parameters")
+            warnings.warn(
+                f"{', '.join(names[:3])} did not exist or did not require a gradient when "
+                "gcbench.local_steps was called, and does now. It is not exchanged, so it will "
+                "differ between ranks. Call gcbench.local_steps after such changes",
+                stacklevel=2,
+            )
+        return None
+
     # -- state -------------------------------------------------------------------------------------
 
     def _state(self) -> RankState:
+        self._saved = True
         moments = [self._outer.state[x].get("momentum_buffer") for x in self._common_x]
         entry = {
             "step": self._step,
@@ -450,6 +552,7 @@ class LocalSteps(Hook):
         exchange = self._level.make(step)
         exchange.load_state_dict(sealed.entry(entry, "exchange"))
         self._level.exchange, self._step, self._since = exchange, step, since
+        self._uncounted, self._saved = 0, True
         with torch.no_grad():
             for x, value, moment in zip(self._common_x, parameters, moments, strict=True):
                 x.copy_(value)
@@ -457,6 +560,11 @@ class LocalSteps(Hook):
                 if moment is not None:
                     self._outer.state[x]["momentum_buffer"] = moment.to(x.device).clone()
         self._origin = _digest(self._common_x)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

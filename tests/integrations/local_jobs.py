@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.utils.prune
 from ddp_jobs import changed, refused
 from jobs import digest
 from torch import Tensor, nn
@@ -82,6 +85,14 @@ class Loop:
 
     def flat(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+
+
+def warned(call: Callable[[], object]) -> list[str]:
+    """Return the warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught]
 
 
 @job
@@ -173,9 +184,109 @@ def between(rank: int, size: int) -> dict[str, Any]:
     loop.run(range(5, 6))
     later = [digest(p.detach()) for p in loop.model.parameters()]
     same = steps.traffic.payload_up - steps.agreement.payload_up == sent
-    steps.close()
-    closed = refused(steps.exchange)
-    return {"before": before, "after": after, "later": later, "same": same, "closed": closed}
+    result = {"before": before, "after": after, "later": later, "same": same}
+    result["open"] = warned(steps.close)
+    result["closed"] = refused(steps.exchange)
+    return result
+
+
+class Outer(torch.optim.Optimizer):
+    """An optimizer that steps another one of the same parameters."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {"lr": 1.0})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@job
+def other_optimizers(rank: int, size: int) -> dict[str, Any]:
+    """An optimizer that replaces the counted one; one of other parameters; one inside it."""
+    config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
+    loop = Loop(config, rank)
+    rounds = loop.local_steps()
+    loop.run(range(3))  # a round, after which nothing is open
+    loop.optimizer = torch.optim.Adam(loop.model.parameters(), 0.01)
+    result["warnings"] = warned(lambda: loop.run(range(3, 8)))
+    result["apart"] = digest(loop.flat())
+    rounds.exchange()
+    result["exchanged"] = digest(loop.flat())
+    loop.run(range(1))  # no second warning
+    result["close"] = warned(rounds.close)
+
+    loop = Loop(config, rank)
+    *first, last = loop.model.parameters()
+    loop.optimizer = torch.optim.SGD(first, 0.05)
+    rounds, second = loop.local_steps(), torch.optim.SGD([last], 0.05)
+    loop.optimizer.register_step_pre_hook(lambda *_: second.step())
+    loop.run(range(6))
+    result["two optimizers"] = digest(loop.flat())
+    rounds.close()
+
+    loop = Loop(config, rank)
+    loop.optimizer = Outer(loop.optimizer)
+    rounds = loop.local_steps()
+    loop.run(range(6))
+    result["inside"] = digest(loop.flat())
+    rounds.close()
+    return result
+
+
+@job
+def other_parameters(rank: int, size: int) -> dict[str, Any]:
+    """Rank 1 replaces a parameter; both unfreeze one; both rename one."""
+    config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
+    loop = Loop(config, rank)
+    loop.local_steps()
+    loop.run(range(1))
+    if rank == 1:
+        part = next(m for m in loop.model.modules() if isinstance(m, nn.Linear))
+        part.bias = nn.Parameter(part.bias.detach().clone())
+        loop.optimizer.add_param_group({"params": [part.bias]})
+    result["replaced"] = refused(lambda: loop.run(range(1, 3)))
+
+    loop = Loop(config, rank)
+    first = next(loop.model.parameters()).requires_grad_(False)
+    rounds = loop.local_steps()
+    first.requires_grad_(True)
+    result["unfrozen"] = warned(lambda: loop.run(range(6)))
+    rounds.close()
+
+    loop = Loop(config, rank)
+    rounds = loop.local_steps()
+    part = next(m for m in loop.model.modules() if isinstance(m, nn.Linear))
+    nn.utils.prune.identity(part, "weight")  # "weight" is now "weight_orig"
+    loop.run(range(3))
+    result["renamed"] = digest(loop.flat())
+    rounds.close()
+    return result
+
+
+@job
+def open_rounds(rank: int, size: int) -> dict[str, Any]:
+    """Close in the middle of a round, and make fewer steps on rank 1."""
+    config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
+    for name in ("open", "saved", "exchanged"):
+        loop = Loop(config, rank)
+        rounds = loop.local_steps()
+        loop.run(range(4))
+        if name == "saved":
+            rounds.state_dict()
+        elif name == "exchanged":
+            rounds.exchange()
+        result[name] = warned(rounds.close)
+        dist.barrier()
+    for name in ("closes", "waits"):
+        loop = Loop(config, rank)
+        rounds = loop.local_steps(timeout=30.0 if name == "closes" else 2.0)
+        result[name] = refused(partial(loop.run, range(6 - rank)))
+        if rank == 1 and name == "closes":
+            result["warned"] = warned(rounds.close)
+        dist.barrier()  # rank 1 waits here while rank 0 waits in its second round
+        warned(rounds.close)
+    return result
 
 
 @job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import jobs
 import local_jobs
@@ -61,6 +62,7 @@ def test_an_exchange_between_makes_ranks_equal_and_nothing_is_taken_over_twice()
     assert one["after"] == other["after"]
     assert one["same"], "a second exchange without a step sends no parameters"
     assert one["closed"]["kind"] == "UsageError"
+    assert "rank 0: close() after 6 optimizer steps, and the last 1 are not" in one["open"][0]
     for name in ("before", "later"):
         assert all(a != b for a, b in zip(one[name], other[name], strict=True))
 
@@ -79,6 +81,53 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert "float32" in result["double"]["text"]
         assert "at most" in result["blocks"]["text"]
         assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
+
+
+def test_an_optimizer_that_replaces_the_counted_one_is_named_once():
+    for rank, result in enumerate(of("other_optimizers")):
+        (text,) = result["warnings"]
+        assert "another optimizer (Adam) moves " in text
+        assert "counts (SGD) has not stepped since step 3" in text
+        (text,) = result["close"]
+        assert f"rank {rank}: close() after 3 optimizer steps, and the last 1 are" in text
+    one, other = of("other_optimizers")
+    assert one["apart"] != other["apart"]
+    assert one["exchanged"] == other["exchanged"], "exchange() includes steps that do not count"
+
+
+@pytest.mark.parametrize("name", ["two optimizers", "inside"])
+def test_optimizers_that_replace_none_cause_no_warning(name):
+    one, other = of("other_optimizers")
+    assert one[name] == other[name]
+
+
+def test_parameters_that_are_not_exchanged_are_named():
+    for result in of("other_parameters"):
+        assert result["replaced"]["kind"] == "UsageError"
+        assert re.search(r"rank 1: \S+bias of the model is another", result["replaced"]["text"])
+        (text,) = result["unfrozen"]
+        assert "did not require a gradient" in text
+    one, other = of("other_parameters")
+    assert one["renamed"] == other["renamed"]
+
+
+def test_closing_in_a_round_warns_unless_its_steps_are_saved_or_exchanged():
+    for rank, result in enumerate(of("open_rounds")):
+        (text,) = result["open"]
+        assert f"rank {rank}: close() after 4 optimizer steps, and the last 1 are" in text
+        assert result["saved"] == result["exchanged"] == []
+
+
+def test_a_rank_with_fewer_steps_is_named():
+    waiting, fewer = of("open_rounds")
+    for name in ("closes", "waits"):
+        assert waiting[name]["kind"] == "PeerLostError"
+        assert "last exchange of rank 0: the exchange after 6 optimizer" in waiting[name]["text"]
+        assert fewer[name]["kind"] == ""
+    assert "rank 1: close() after 5 optimizer steps" in waiting["closes"]["text"]
+    assert "rank 1, which" in waiting["waits"]["text"]
+    assert "has made fewer optimizer steps" in waiting["waits"]["text"]
+    assert len(fewer["warned"]) == 1
 
 
 @pytest.mark.parametrize(
