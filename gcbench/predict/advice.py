@@ -7,9 +7,9 @@ options whose times differ by less than the error band (`validation`) are not ra
 A method is judged by the legal collective with the best verdict; among equal ones, by the fastest.
 Of methods that are tied the simplest comes first (`steps.SIMPLE`). The loss of accuracy comes from
 stored runs (`evidence`) of tasks that read the same inputs as the model, images or text; the worst
-of several rows counts. Rows of other tasks only warn. The runs trained smaller models, so the
-answer is what to try, never a promise. A row by another collective counts if both compute the same
-mean.
+of several rows counts. Rows of other tasks only warn; they never decide. The runs trained smaller
+models, so the answer is what to try, never a promise. A row by another collective counts if both
+compute the same mean.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from pydantic import Field
 from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, reencodes
 from gcbench.core.errors import UsageError
-from gcbench.predict import bundled, costs, evidence, prediction
+from gcbench.predict import bundled, costs, evidence, prediction, validation
 from gcbench.predict.evidence import Evidence, Tolerance, count_text
 from gcbench.predict.prediction import Prepared
 from gcbench.predict.steps import HALF, Plain, Step, simplest
+from gcbench.predict.validation import Bands
 from gcbench.profile.breakeven import FLOAT
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.results import reader
 from gcbench.results.schema import Summary
 from gcbench.results.settings import DECLARED
+from gcbench.training import suites
 
 KIND = "advice"
 TRY, CANNOT_TELL, UNCLEAR, UNTESTED = "try", "cannot tell", "unclear", "untested"
@@ -42,8 +44,8 @@ UNKNOWN = (CANNOT_TELL, UNCLEAR, UNTESTED)
 """Verdicts that more measurements could change into `TRY`."""
 ORDER = (TRY, CANNOT_TELL, UNCLEAR, UNTESTED, LOSES, NO_GAIN, REFUSED)
 VERDICTS = {evidence.FITS: TRY, evidence.UNCLEAR: UNCLEAR, evidence.LOSES: LOSES}
-SUITE = "main"
-"""The suite that measures the accuracy of methods without evidence."""
+SUITE, LANGUAGE = "main", "main-language"
+"""The suites that measure the accuracy of methods without evidence, on images and on text."""
 ROWS = "results/reference"
 """The folder of reference rows, below the current folder."""
 ALONE, FP32, BF16, SHARDED = "one worker", "fp32", "bf16", "sharded, bf16"
@@ -80,6 +82,15 @@ class Settings(prediction.Settings):
         """The acceptable losses."""
         return Tolerance(self.tolerance, self.tolerance_loss)
 
+    @property
+    def bands(self) -> Bands:
+        """The errors of predicted step times."""
+        return validation.bands(self.cluster, self.workers[0])
+
+    def least_gain(self, method: str) -> float:
+        """Return the least gain that is neither too small nor within the method's error band."""
+        return max(self.margin, self.bands.of(method))
+
 
 def default_places(runs: Path) -> list[Path]:
     """Return the default places of results that exist.
@@ -112,7 +123,7 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
     Rows count if they have the same collective, or one that computes the same mean. A row by
     all-gather that loses too much also counts against a collective that encodes again, because that
     loses more; one that does not lose too much shows nothing about it. `inputs`: what the model
-    reads; a loss on a task with other inputs counts so only if there is no nearer task.
+    reads; a loss on a task with other inputs does not count so.
     """
     matching = of_method(settings, step.method, rows)
     near = set(map(id, evidence.nearest(matching, inputs).near))
@@ -269,9 +280,9 @@ def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
         f"try: predicted to gain at least {gain} and more than the error band over both fp32 and "
         "bf16 with measured encoding times, and every 95 % interval that counts excludes a loss "
         f"above {_allowed(settings)}. cannot tell: the predicted gain is within the error band. "
-        "unclear: encoding not measured, or such a loss lies within an interval. untested: gains, "
-        "but no run by this collective. loses too much: a whole interval lies beyond that loss, or "
-        "a seed diverged. no gain: gains less."
+        "unclear: encoding not measured, or such a loss lies within an interval, or beyond it "
+        "while settings are open. untested: gains, but no run by this collective. loses too much: "
+        "a whole interval lies beyond that loss, or a seed diverged. no gain: gains less."
     )
     yield (
         "over fp32, over bf16: time of the uncompressed step divided by the time of this step, "
@@ -324,6 +335,7 @@ _PLAN = [
     Shown(field="rate", heading="per hour"),
     Shown(field="over_alone", heading="times one"),
     Shown(field="advice", heading="verdict"),
+    Shown(field="evidence", heading="accuracy\nfrom"),
     Shown(field="accuracy", heading="accuracy"),
     Shown(field="changes", heading="what changes"),
 ]
@@ -346,11 +358,12 @@ def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list
         if spec not in best or _badness(row) < _badness(best[spec]):
             best[spec] = row
     ranked: list[Row] = []
+    band = settings.bands.plain.error
     for verdict in ORDER:
         left = {spec: row for spec, row in best.items() if row["advice"] == verdict}
         while left:
             gains = {spec: -_badness(row)[1] for spec, row in left.items()}
-            ranked.append(left.pop(simplest(gains, max(settings.margin, prepared.band.error))))
+            ranked.append(left.pop(simplest(gains, max(settings.margin, band))))
     return ranked
 
 
@@ -363,26 +376,30 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     method, workers, allowed = step.method, settings.workers[0], settings.allowed
     network, cluster = prepared.network, settings.cluster
     row: Row = {"method": "", "compressor": registry.call(method), "collective": step.collective}
-    row |= {"results": len(losses.counting)}
+    row |= {"results": len(losses.counting), "evidence": None}
     row |= dict.fromkeys(("accuracy", "accuracy_brief"), "untested")
     verdict = UNTESTED
-    if losses.others:
-        shown = worst(evidence.nearest(losses.others, network.inputs).near, allowed)
+    near, far = evidence.nearest(losses.counting, network.inputs)
+    others = evidence.nearest(losses.others, network.inputs)
+    if others.near:
+        shown = worst(others.near, allowed)
         row["accuracy"] = f"{shown.row.first.collective} alone: {shown.text(allowed)}"
         row["accuracy_brief"] = f"{shown.text(allowed)} *"
-    if losses.counting:
-        near, far = evidence.nearest(losses.counting, network.inputs)
+        row["evidence"] = f"{shown.row.first.task}, {shown.row.first.collective}"
+    elif distant := [*far, *others.far]:
+        shown = worst(distant, allowed)
+        row["accuracy"] = row["accuracy_brief"] = shown.elsewhere(allowed)
+        row["evidence"] = f"only {shown.row.first.task}"
+    if near:
         shown = worst(near, allowed)
         if far:
             other = worst(far, allowed)
             row["elsewhere"] = f"{other.row.first.task}: {other.text(allowed)}"
             row["elsewhere_verdict"] = other.judge(allowed)
         verdict = VERDICTS[shown.judge(allowed)]
-        text = brief = shown.text(allowed)
-        if network.inputs and shown.inputs not in ("", network.inputs):
-            text, brief = f"{shown.row.first.task}: {text}", f"{text} *"
-        row |= {"accuracy": text, "accuracy_brief": brief, "accuracy_from": shown.setting}
-        row["accuracy_task"] = shown.row.first.task
+        row |= {"accuracy": shown.text(allowed), "accuracy_brief": shown.text(allowed)}
+        row |= {"accuracy_from": shown.setting, "accuracy_task": shown.row.first.task}
+        row["evidence"] = shown.row.first.task
         examples = None if prepared.batch is None else prepared.batch * workers
         row["distance"] = shown.distance(network.numel, examples, workers)
         if shown.row.metric == "accuracy" and not shown.row.failed and shown.lost:
@@ -401,7 +418,7 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     row["gain"] = gains.sure
     if gains.better[1] < 1 + settings.margin:
         verdict = NO_GAIN
-    elif verdict != LOSES and gains.sure < 1 + max(settings.margin, prepared.band.error):
+    elif verdict not in (LOSES, UNTESTED) and gains.sure < 1 + settings.least_gain(method.name):
         verdict = CANNOT_TELL
     elif verdict == TRY and step.measured is None:
         verdict = UNCLEAR
@@ -502,7 +519,8 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
             continue
         seconds = min(plain, half) / float(method["gain"])
         option = row(_by(method), seconds, advice=str(method["advice"]))
-        plan.append({**option, "method": method["method"], "accuracy": method["accuracy_brief"]})
+        option |= {"method": method["method"], "accuracy": method["accuracy_brief"]}
+        plan.append(option | {"evidence": method["evidence"]})
     return plan
 
 
@@ -530,20 +548,21 @@ def _answer(
     gathered: Sequence[Evidence],
 ) -> list[str]:
     """Return the answer as sentences: what to try, why, what to run to know, lines to paste."""
-    workers, band = settings.workers[0], prepared.band
+    workers, bands = settings.workers[0], settings.bands
+    band = bands.plain.error
     over = {str(row["option"]): float(row["over_alone"] or 0) for row in plan}
     rows = {_by(row): row for row in methods}
     tried = [_by(row) for row in methods if row["advice"] == TRY]
-    exact = simplest({"none": over[FP32], HALF: over[BF16]}, max(settings.margin, band.error))
+    exact = simplest({"none": over[FP32], HALF: over[BF16]}, max(settings.margin, band))
     baseline = FP32 if exact == "none" else BF16
     choice = tried[0] if tried else baseline
     fastest = max((choice, FP32, BF16), key=over.__getitem__)
     rate = f"{over[fastest]:.2g} times as many {unit(prepared)} per hour as one ({fastest})"
-    if over[fastest] < 1 + band.error:
+    if over[fastest] < 1 + (bands.of(fastest.partition(":")[0]) if fastest in tried else band):
         unknown = {name: over[name] for name, row in rows.items() if row["advice"] in UNKNOWN}
         maybe = max(unknown, key=unknown.__getitem__, default="")
         how, hint = "an exchange per step", ""
-        if unknown.get(maybe, 0.0) > 1 + band.error:
+        if unknown.get(maybe, 0.0) > 1 + band:
             choice, row = maybe, rows[maybe]
             bound = "up to " * (row["gain_low"] is None)
             how = "fp32, bf16, or a method known to fit"
@@ -556,12 +575,13 @@ def _answer(
             f"Cannot tell whether {workers} workers are faster than one: predicted {rate}.{hint}",
             _how_to_know(settings, choice),
         ]
-        if over[fastest] < 1 / (1 + band.error):
+        # no measured step of a method was faster than predicted by more than the band of fp32
+        if over[fastest] < 1 / (1 + band):
             text[0] = (
                 f"Do not distribute this job over such links with {how}: {workers} workers "
                 f"process {rate}, {over[BF16]:.2g} times with bf16.{hint}"
             )
-            text[1] = f"{text[1]} " * bool(hint) + _fewer_exchanges(plan, band.error)
+            text[1] = f"{text[1]} " * bool(hint) + _fewer_exchanges(plan, band)
     elif tried:
         row = rows[choice]
         safe = [name for name in tried if not _warns(rows[name])]
@@ -582,7 +602,7 @@ def _answer(
         ]
         if baseline == BF16:
             text[1] += f" Accuracy of bf16: {_half_accuracy(settings, prepared, gathered)}."
-    text[0] += f" {prediction.band_text(band)}"
+    text[0] += f" {bands.text}" * bool(bands.text)
     return text
 
 
@@ -641,11 +661,24 @@ def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) ->
             specs = [str(row["method"])]
             reason = f"Its encoding was not measured: {costs.how_to_measure(specs)}."
         return f"unclear whether {_by(row)} pays. {_basis_text(row)} {reason}"
-    if UNTESTED in first:
-        return "no method that gains has accuracy runs with its collective."
-    if LOSES in first:
-        return f"every method that gains loses more than {_allowed(settings)}."
+    if row := first.get(UNTESTED):
+        inputs = f" on {prepared.network.inputs}" * bool(prepared.network.inputs)
+        text = f"no method that gains has accuracy runs{inputs} with its collective. {_by(row)}, "
+        return f"{text}accuracy {row['accuracy']}. {_how_to_train(prepared, row)}"
+    if row := first.get(LOSES):
+        text = f"every method that gains loses more than {_allowed(settings)}"
+        return f"{text} ({_by(row)}, {row['evidence']}: {row['accuracy']})."
     return f"no method gains {100 * settings.margin:g} %."
+
+
+def _how_to_train(prepared: Prepared, row: Row) -> str:
+    """Return how to make the accuracy runs of a method, as text."""
+    suite = LANGUAGE if prepared.network.inputs == "text" else SUITE
+    methods = (point.config.make_compressor() for point in suites.load(suite).points())
+    if row["compressor"] in set(map(registry.call, methods)):
+        name = str(row["method"])
+        return f"To measure it: `gcbench run --suite {suite} --compressor {name}`."
+    return f"To measure it, add it to a copy of the suite {suite} (`gcbench help protocol`)."
 
 
 def _half_accuracy(settings: Settings, prepared: Prepared, gathered: Sequence[Evidence]) -> str:
@@ -653,7 +686,10 @@ def _half_accuracy(settings: Settings, prepared: Prepared, gathered: Sequence[Ev
     rows = of_method(settings, registry.compressor("bf16"), gathered)
     if not rows:
         return "untested"
-    shown = worst(evidence.nearest(rows, prepared.network.inputs).near, settings.allowed)
+    near, far = evidence.nearest(rows, prepared.network.inputs)
+    if not near:
+        return worst(far, settings.allowed).elsewhere(settings.allowed)
+    shown = worst(near, settings.allowed)
     return f"{shown.text(settings.allowed)} ({shown.row.first.task})"
 
 

@@ -3,8 +3,8 @@
 A run counts if it was made for a suite, held examples out for validation, and evaluated the test
 split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the
 uncompressed row of equal budget, or diverged. It does not count if the suite's trials chose other
-settings for the method, or while they have not chosen its learning rate or the settings of the
-uncompressed row. The loss is the accuracy of `none` minus that of the method (or its test loss
+settings for the method, or while they have not chosen its settings or those of the uncompressed
+row (an open row). The loss is the accuracy of `none` minus that of the method (or its test loss
 minus that of `none`), the mean over paired seeds with the 95 % interval of Student's t.
 """
 
@@ -68,6 +68,8 @@ class Evidence:
     """The suite for which its runs were made, as name/version."""
     rate: str | None
     """How the learning rate was chosen: see `compare.ComparisonRow.rate`."""
+    open: bool = False
+    """Whether trials of its settings are missing: with better ones it may lose less, not more."""
 
     @property
     def lost(self) -> tuple[float, float, float] | None:
@@ -85,12 +87,16 @@ class Evidence:
         return self.row.pairs + len(self.row.failed)
 
     def judge(self, tolerance: Tolerance) -> str:
-        """Return whether the interval lies within the tolerance, beyond it, or on both sides."""
+        """Return whether the interval lies within the tolerance, beyond it, or on both sides.
+
+        A row whose settings are open does not lose: that is unclear.
+        """
         allowed = tolerance.accuracy if self.row.metric == "accuracy" else tolerance.loss
+        worse = UNCLEAR if self.open else LOSES
         if self.row.failed or self.lost is None:
-            return LOSES
+            return worse
         _, low, high = self.lost
-        return FITS if high <= allowed else LOSES if low > allowed else UNCLEAR
+        return FITS if high <= allowed else worse if low > allowed else UNCLEAR
 
     def text(self, tolerance: Tolerance) -> str:
         """Return the result as text: the loss with its interval, or the loss that is excluded."""
@@ -107,7 +113,7 @@ class Evidence:
         loses = f"loses {number(middle)} [{number(low)}, {number(high)}] {unit}"
         gains = f"gains {number(-middle)} [{number(-high)}, {number(-low)}] {unit}"
         if low > 0:
-            return loses
+            return f"{loses}, settings open" if self.open else loses
         if high < 0:
             return gains
         if self.judge(tolerance) == FITS:
@@ -128,6 +134,12 @@ class Evidence:
             f"{first.batch}, {first.workers} workers, {optimizer}{', ' * bool(optimizer)}"
             f"{self.seeds} seeds"
         )
+
+    def elsewhere(self, tolerance: Tolerance) -> str:
+        """Return what the row shows about a model that reads other inputs, as text."""
+        first, optimizer = self.row.first, self.row.runs[0].config.get("optimizer")
+        under = f" under {optimizer}" if optimizer else ""
+        return f"not known: only {first.task}{under} ({self.text(tolerance)})"
 
     @property
     def inputs(self) -> str:
@@ -158,7 +170,7 @@ class Split(NamedTuple):
     """Rows of a method, split by whether their task reads the same inputs as the model."""
 
     near: Sequence[Evidence]
-    """Rows that decide."""
+    """Rows that decide; none if all are of tasks with other inputs."""
     far: Sequence[Evidence]
     """Rows of tasks with other inputs, which only warn."""
 
@@ -167,13 +179,13 @@ def nearest(rows: Sequence[Evidence], inputs: str) -> Split:
     """Return the rows whose task reads the same inputs as a model, and the others.
 
     `inputs`: what the model reads, as `Task.inputs`. Without a row of the same kind, rows of
-    unknown inputs count; without those, or for a model of unknown inputs, all rows count.
+    unknown inputs count; for a model of unknown inputs all rows count.
     """
 
     def farness(one: Evidence) -> int:
         return 1 if not (inputs and one.inputs) else 0 if one.inputs == inputs else 2
 
-    least = min(map(farness, rows), default=0)
+    least = min(1, min(map(farness, rows), default=0))
     return Split(
         [one for one in rows if farness(one) == least],
         [one for one in rows if farness(one) != least],
@@ -254,7 +266,7 @@ def _of_suite(
     for row in rows:
         if row.is_baseline or row.runs[0].suite != name:
             continue
-        if row.context in unknown or states[id(row)] == OPEN:
+        if row.context in unknown:
             excluded["whose settings trials have not chosen yet"] += len(row.runs)
         elif states[id(row)] == REJECTED:
             excluded["whose settings trials rejected"] += len(row.runs)
@@ -263,23 +275,23 @@ def _of_suite(
         elif row.pairs + len(row.failed) < LEAST_SEEDS:
             excluded[f"with fewer than {LEAST_SEEDS} seeds in common with `none`"] += len(row.runs)
         else:
-            yield Evidence(row, name, None if beside is None else beside.rate(row))
+            rate = None if beside is None else beside.rate(row)
+            yield Evidence(row, name, rate, states[id(row)] == OPEN)
 
 
 def _state(beside: Beside | None, row: ComparisonRow) -> str | None:
     """Return whether trials rejected the settings of a row, or have not decided on them yet.
 
-    While alternatives of a method are open, its row as published counts: better settings can only
-    make its loss smaller. So it does if trials chose an alternative that is another method, with
-    other fields or another memory. Of the uncompressed row every alternative must be decided.
+    Every alternative of a method must be decided. Its row as published also counts if trials chose
+    an alternative that is another method, with other fields or another memory.
     """
     point = None if beside is None else beside.points.get(row.runs[0].method)
     if beside is None or point is None or point.tune is None:
         return None
     choice = beside.choices.get((point.group, row.first.steps))
-    if beside.rate(row) == OPEN or (choice is None and (row.is_baseline or not point.as_published)):
+    if choice is None or beside.rate(row) == OPEN:
         return OPEN
-    if choice is None or choice.identity == point.identity:
+    if choice.identity == point.identity:
         return None
     same = all(choice.resolved.get(k) == point.resolved.get(k) for k in METHOD_KEYS)
     return REJECTED if same or not point.as_published else None

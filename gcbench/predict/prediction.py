@@ -29,7 +29,7 @@ from gcbench.predict import costs, networks, throughput
 from gcbench.predict.clusters import Cluster
 from gcbench.predict.networks import Network
 from gcbench.predict.steps import HALF, Gains, Plain, Spend, Step, pays, simplest
-from gcbench.predict.validation import Band, band
+from gcbench.predict.validation import Bands, bands
 from gcbench.profile.breakeven import CAST, FLOAT, links_text, rate_text
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
@@ -140,8 +140,6 @@ class Prepared:
     """Method that cannot be used with these settings -> reason."""
     by_measured: bool
     """Whether rows use measured encoding times where they are available."""
-    band: Band
-    """The error of predicted step times on the links between nodes."""
 
     def kernels(self, step: Step) -> str:
         """Return the origin of the encoding times in a step's row."""
@@ -260,7 +258,6 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
         notes,
         refused,
         by_measured=settings.kernels != ASSUMED,
-        band=band(cluster.transport, cluster.inter.gbit),
     )
 
 
@@ -376,11 +373,12 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         notes.append(f"cost: {STEPS_PRICED:,} steps at {cluster.price:g} per device and hour.")
     reasons = dict.fromkeys(str(row["refused"]) for row in rows if row["refused"])
     notes += [f"Refused: {reason}." for reason in [*prepared.refused.values(), *reasons]]
+    by_workers = {workers: bands(cluster, workers) for workers in settings.workers}
     return Analysis.of(
         KIND,
         settings,
         command,
-        answer=[*_answers(rows, prepared.band), band_text(prepared.band)],
+        answer=[*_answers(rows, by_workers), *filter(None, [by_workers[most].text])],
         tables=[
             Table(
                 name="predictions",
@@ -492,30 +490,33 @@ def _sure(row: Row) -> float:
     return _number(row, "over_fp32_high" if plain else "over_fp32_low")
 
 
-def band_text(band: Band) -> str:
-    """Return the error of predicted step times as a sentence."""
-    return f"Error band: {band.error:.0%} ({band.source})."
-
-
-def _answers(rows: Sequence[Row], band: Band) -> list[str]:
+def _answers(rows: Sequence[Row], by_workers: Mapping[int, Bands]) -> list[str]:
     """Return what to try and its speedup in a sentence, for each number of workers."""
     counts: dict[str, list[str]] = {}
-    for workers in dict.fromkeys(_number(row, "workers") for row in rows):
+    for workers, error in by_workers.items():
         done = [row for row in rows if row["workers"] == workers and row["refused"] is None]
-        counts.setdefault(_fastest(done, band.error), []).append(f"{workers:,.0f}")
+        counts.setdefault(_fastest(done, error), []).append(f"{workers:,}")
     return [f"{', '.join(alike)} workers: {text}" for text, alike in counts.items()]
 
 
-def _fastest(rows: Sequence[Row], error: float) -> str:
+def _fastest(rows: Sequence[Row], error: Bands) -> str:
     """Return the simplest of the fastest methods in a sentence, for one number of workers.
 
-    `error`: the error band, within which steps are tied.
+    `error`: the error bands, within which steps are tied.
     """
     by = {str(row["method"]): row for row in rows}
     gains = {spec: _sure(row) for spec, row in by.items() if not math.isnan(_sure(row))}
     bounds = {spec: _number(row, "over_fp32_high") for spec, row in by.items() if spec not in gains}
-    most, choice = max(gains.values()), simplest(gains, error)
-    tied = [spec for spec, gain in gains.items() if gain * (1 + error) >= most]
+    most = max(gains.values())
+    choice = simplest({spec: gains[spec] for spec in ("none", HALF)}, error.plain.error)
+    others = {spec: gain for spec, gain in gains.items() if spec not in ("none", HALF)}
+    faster = {
+        spec: gain
+        for spec, gain in others.items()
+        if gain > (1 + error.of(spec.partition(":")[0])) * gains[choice]
+    }
+    choice = simplest(faster, error.plain.error) if faster else choice
+    tied = [spec for spec, gain in faster.items() if gain * (1 + error.plain.error) >= most]
     best = by[choice]
     if choice in ("none", HALF):
         where = "bf16" if choice == HALF else "fp32"
@@ -533,7 +534,7 @@ def _fastest(rows: Sequence[Row], error: float) -> str:
             f"{best['over_bf16']} as bf16"
         )
         if len(tied) > 1:
-            text += f"; {len(tied) - 1} more within {error:.0%}"
+            text += f"; {len(tied) - 1} more within {error.plain.error:.0%}"
         text += "."
     perhaps = [spec for spec in bounds if bounds[spec] > most]
     if perhaps:

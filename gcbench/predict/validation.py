@@ -5,7 +5,10 @@ measurements over NCCL, and our own over gloo between network namespaces (result
 "fitted" if the numbers in data/transports.yaml come from it; the others test them.
 
 The largest error of the tests at the rate nearest to a cluster's link is the cluster's error band:
-`gcbench predict` and `advise` do not rank steps whose times differ by less.
+`gcbench predict` and `advise` do not rank steps whose times differ by less. Uncompressed and
+compressed steps have a band each. Compressed steps were measured over gloo only, so their band
+serves all libraries; their time without communication is measured, so an error of encoding times is
+not in it.
 """
 
 from __future__ import annotations
@@ -49,12 +52,15 @@ class Measured(NamedTuple):
     licence: str
     transport: str
     kind: str
-    """A collective; "exchange", which is an all-to-all and an all-gather; or "ddp", a step."""
+    """A collective; "exchange", which is an all-to-all and an all-gather; "ddp", a step; or, as
+    "int8 step", the step of a method."""
     gbit: float
     """Rate of each worker's link, one worker per node."""
     workers: int
     messages: tuple[float, ...]
     """Bytes that a worker contributes to each message, in order."""
+    collectives: tuple[str, ...]
+    """The collective of each message of a compressed step; else empty."""
     broadcast: float
     """Bytes of buffers that DDP broadcasts per step."""
     compute: float
@@ -81,15 +87,28 @@ class Measured(NamedTuple):
             parts = [size / total for size in self.messages]
             buffers = cluster.seconds("broadcast", self.broadcast, self.workers)
             return self.compute + buffers + cluster.exposed(spent, BACKWARD * self.compute, parts)
+        if self.compressed:
+            sent = zip(self.collectives, self.messages, strict=True)
+            return self.compute + sum(cluster.seconds(*one, self.workers) for one in sent)
         if self.kind == "exchange":
             shards = cluster.seconds("allgather", total / self.workers, self.workers)
             return self.compute + cluster.seconds("alltoall", total, self.workers) + shards
         return self.compute + cluster.seconds(self.kind, total, self.workers)
 
     @property
-    def large(self) -> bool:
-        """Whether it is of the size of gradients: at least 1 MiB."""
-        return sum(self.messages) >= LARGE
+    def compressed(self) -> bool:
+        """Whether it is the step of a method."""
+        return bool(self.collectives)
+
+    @property
+    def method(self) -> str:
+        """The method whose step it is; "" for others."""
+        return self.kind.removesuffix(" step") if self.compressed else ""
+
+    @property
+    def tests(self) -> bool:
+        """Whether its error counts: not fitted; a method's step, or at least 1 MiB."""
+        return not self.fitted and (self.compressed or sum(self.messages) >= LARGE)
 
     @property
     def error(self) -> float:
@@ -101,6 +120,10 @@ class Measured(NamedTuple):
 def measured() -> tuple[Measured, ...]:
     """Return the packaged rows."""
     with MEASURED.open(newline="") as file:
+        rows = [
+            (row, [each.rpartition("=") for each in row["message_bytes"].split()])
+            for row in csv.DictReader(file)
+        ]
         return tuple(
             Measured(
                 source=row["source"],
@@ -109,7 +132,8 @@ def measured() -> tuple[Measured, ...]:
                 kind=row["kind"],
                 gbit=float(row["gbit"]),
                 workers=int(row["workers"]),
-                messages=tuple(map(float, row["message_bytes"].split())),
+                messages=tuple(float(size) for *_, size in messages),
+                collectives=tuple(name for name, *_ in messages if name),
                 broadcast=float(row["broadcast_bytes"]),
                 compute=float(row["compute_ms"]) / 1e3,
                 seconds=float(row["seconds"]),
@@ -117,32 +141,79 @@ def measured() -> tuple[Measured, ...]:
                 fitted=row["fitted"] == "yes",
                 note=row["note"],
             )
-            for row in csv.DictReader(file)
+            for row, messages in rows
         )
 
 
 class Band(NamedTuple):
-    """The error of predicted step times on a cluster's links."""
+    """The error of predicted times."""
 
     error: float
-    """A fraction of 1."""
-    source: str
-    """The test that it comes from, as text."""
+    """How much longer the longer of predicted and measured time is, a fraction of the shorter."""
+    source: str = ""
+    """The tests that it comes from, as text."""
+
+
+class Bands(NamedTuple):
+    """The errors of predicted step times on the links between a cluster's nodes."""
+
+    plain: Band
+    """Of uncompressed steps."""
+
+    def of(self, method: str) -> float:
+        """Return the error of a method's steps; `LEAST_BAND` if no link between nodes is used."""
+        return method_error(method) if self.plain.source else LEAST_BAND
+
+    @property
+    def text(self) -> str:
+        """Both as a sentence; "" if no link between nodes is used."""
+        if not self.plain.source:
+            return ""
+        steps = [one for one in measured() if one.compressed]
+        errors = {one.method: method_error(one.method) for one in steps}
+        least, most = (pick(errors, key=errors.__getitem__) for pick in (min, max))
+        return (
+            f"Error band: uncompressed {self.plain.error:.0%} ({self.plain.source}), methods "
+            f"{errors[least]:.0%} ({least}) to {errors[most]:.0%} ({most}; {len(steps)} tests over "
+            "gloo at 50 to 200 Mbit/s)."
+        )
+
+
+NO_LINK = Bands(Band(LEAST_BAND))
+
+
+def bands(cluster: Cluster, workers: int) -> Bands:
+    """Return the error bands of `workers` workers of a cluster; `NO_LINK` within one node."""
+    if cluster.nodes_of(workers) == 1:
+        return NO_LINK
+    return Bands(band(cluster.transport, cluster.inter.gbit))
 
 
 @cache
 def band(transport: str, gbit: float) -> Band:
-    """Return the largest error of the tests of a library at the rate nearest to `gbit`.
+    """Return the largest error of the uncompressed tests of a library at the nearest rate.
 
     Links of rates that were achieved ("achieved") use the tests of NCCL.
     """
     name = "nccl" if transport == "achieved" else transport
-    tests = [one for one in measured() if one.transport == name and one.large and not one.fitted]
+    tests = [one for one in measured() if one.tests and one.transport == name]
+    tests = [one for one in tests if not one.compressed]
     nearest = min((one.gbit for one in tests), key=lambda rate: abs(math.log(rate / gbit)))
     here = [one for one in tests if one.gbit == nearest]
-    worst = max(here, key=lambda one: abs(one.error))
-    text = f"{len(here)} tests over {name} at {rate_text(1e9 * nearest)}"
-    return Band(max(LEAST_BAND, abs(worst.error)), text)
+    text = f"{len(here)} tests over {here[0].transport} at {rate_text(1e9 * nearest)}"
+    return Band(_largest(here), text)
+
+
+@cache
+def method_error(method: str) -> float:
+    """Return the largest error of a method's steps, or of all steps if it was not measured."""
+    tests = [one for one in measured() if one.compressed]
+    return _largest([one for one in tests if one.method == method] or tests)
+
+
+def _largest(tests: Sequence[Measured]) -> float:
+    worst = max(max(1 + one.error, 1 / (1 + one.error)) for one in tests) - 1
+    return max(LEAST_BAND, worst)
 
 
 # ---- the analysis --------------------------------------------------------------------------------
@@ -210,6 +281,7 @@ def _row(one: Measured) -> Row:
     return {
         "transport": one.transport,
         "kind": one.kind,
+        "compressed": one.compressed,
         "link": rate_text(1e9 * one.gbit),
         "gbit": one.gbit,
         "workers": one.workers,
@@ -229,9 +301,9 @@ def _errors(rows: Sequence[Measured]) -> Iterator[Row]:
     tests: dict[tuple[str, str], list[Measured]] = {}
     for one in rows:
         if not one.fitted:
-            tests.setdefault((one.transport, one.kind + " < 1 MiB" * (not one.large)), []).append(
-                one
-            )
+            kind = one.kind + " < 1 MiB" * (not one.tests)
+            kind = "compressed step" if one.compressed else kind
+            tests.setdefault((one.transport, kind), []).append(one)
     for (transport, kind), here in tests.items():
         worst = max(here, key=lambda one: abs(one.error))
         yield {
@@ -247,15 +319,19 @@ def _errors(rows: Sequence[Measured]) -> Iterator[Row]:
 def draw(analysis: Analysis, path: Path) -> None:
     """Draw predicted over measured time by library and kind, with the diagonal and 15 %."""
     rows = analysis.table("rows").rows
-    names = list(dict.fromkeys(f"{row['transport']}, {row['kind']}" for row in rows))
+    labels = [
+        f"{row['transport']}, {'compressed step' if row['compressed'] else row['kind']}"
+        for row in rows
+    ]
+    names = list(dict.fromkeys(labels))
     styles = figures.styles(names)
     with figures.canvas(8.5, 6) as figure:
         axes = figure.subplots()
         for name in names:
             points = [
                 (float(row["measured"] or 0), float(row["predicted"] or 0))
-                for row in rows
-                if f"{row['transport']}, {row['kind']}" == name
+                for row, label in zip(rows, labels, strict=True)
+                if label == name
             ]
             look = {"color": styles[name]["color"], "markersize": 8, "alpha": 0.85}
             axes.plot(*zip(*points, strict=True), styles[name]["marker"], label=name, **look)

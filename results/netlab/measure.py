@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tables import shapes
+from tables import compute, messages, shapes
 
 from gcbench.netlab import launcher
 from gcbench.netlab.links import parse_rate
@@ -44,6 +44,8 @@ METHODS = (
     *("none", "bf16", "int8", "qsgd", "terngrad", "signsgd", "natural"),
     *("topk", "powersgd", "onebit"),
 )
+COMPRESSED = METHODS[2:]
+"""Without fp32 and bf16, which `advise` counts as uncompressed."""
 TRAININGS = {
     "fp32": ("--compressor", "none", "--engine", "ddp", "--hook", "torch"),
     "bf16": ("--compressor", "bf16"),
@@ -172,6 +174,7 @@ LEAST_CHECK = 0.9
 FASTEST = 200e6
 """Bits per second of the fastest links that all nodes fill at once; at 1 Gbit/s cores limit."""
 KINDS = {"all_reduce": "allreduce", "all_gather": "allgather", "alltoall": "alltoall"}
+KINDS_FITTED = ("allreduce", "allgather", "exchange")
 
 
 def met(record: dict[str, Any]) -> bool:
@@ -235,16 +238,18 @@ def fit(records: dict[str, Any]) -> tuple[dict[str, float], float]:
 def rows() -> None:
     """Print the rows for measured.csv, and the fitted shares."""
     records = json.loads((HERE / "transport.json").read_text())["records"]
-    source = "results/netlab/transport.json"
     names = next(csv.reader(validation.MEASURED.open()))
     out = csv.writer(sys.stdout, lineterminator="\n")
 
-    def write(kind: str, record: dict[str, Any], nbytes: str, *rest: object) -> None:
-        large = max(map(float, nbytes.split())) >= 2**20
-        fitted = record["bits_per_second"] == FITTED and kind != "ddp" and large
-        values = [source, "as gcbench", "gloo", kind, record["bits_per_second"] / 1e9]
+    def write(
+        kind: str, record: dict[str, Any], nbytes: str, *rest: object, note: str = ""
+    ) -> None:
+        fitted = record["bits_per_second"] == FITTED and kind in KINDS_FITTED
+        fitted = fitted and float(nbytes) >= 2**20
+        where = f"results/netlab/{'methods' if note else 'transport'}.json"
+        values = [where, "as gcbench", "gloo", kind, record["bits_per_second"] / 1e9]
         values += [record["workers"], nbytes, 0, *rest, "yes" if fitted else "no"]
-        note = f"namespaces of one machine under load {record['load']:.0f}"
+        note = note or f"namespaces of one machine under load {record['load']:.0f}"
         assert len(names) == len([*values, note])
         out.writerow([*values, note])
 
@@ -253,15 +258,17 @@ def rows() -> None:
     sizes = " ".join(f"{size:.0f}" for size in traffic.buckets(shapes()[::-1]))
     for key, record in records.items():
         if key.startswith("ddp") and met(record):
-            phases = record["phase_seconds"]
-            compute = 1e3 * (phases["forward_backward"] + phases["update"])
+            step = round(record["step_seconds"], 5)
+            write("ddp", record, sizes, round(1e3 * compute(record), 2), step, record["steps"])
+    for key, record in json.loads((HERE / "methods.json").read_text())["records"].items():
+        method = key.split()[0]
+        if method in COMPRESSED and met(record):
+            sent = " ".join(f"{kind}={size:.0f}" for kind, size in messages(method, record))
+            step = round(record["step_seconds"], 5)
             write(
-                "ddp",
-                record,
-                sizes,
-                round(compute, 2),
-                round(record["step_seconds"], 5),
+                *(f"{method} step", record, sent, round(1e3 * compute(record), 2), step),
                 record["steps"],
+                note=f"namespaces of one machine that others used, {record['started'][:10]}",
             )
     print(fit(records), file=sys.stderr)
 

@@ -66,31 +66,37 @@ def shapes() -> tuple[tuple[int, ...], ...]:
 
 
 def predicted(method: str, record: Record) -> float:
-    """Return the seconds of a step: its measured computation, and predicted communication.
+    """Return the seconds of a step: its measured computation, and predicted communication."""
+    workers, gbit = record["workers"], record["bits_per_second"] / 1e9
+    kind, names, sizes = "ddp", (), tuple(traffic.buckets(shapes()[::-1]))
+    if method != "fp32":
+        kind = f"{method} step"
+        names, sizes = zip(*messages(method, record), strict=True)
+    row = validation.Measured(
+        *("", "", "gloo", kind, gbit, workers, sizes, names),
+        *(0.0, compute(record), 0.0, 0, False, ""),
+    )
+    return row.predict()
+
+
+def compute(record: Record) -> float:
+    """Return the measured seconds of a step without communication."""
+    spent = ("forward_backward", "statistic", "encode", "decode", "update")
+    return sum(float(record["phase_seconds"].get(phase) or 0.0) for phase in spent)
+
+
+def messages(method: str, record: Record) -> Iterator[tuple[str, float]]:
+    """Yield the collective and the bytes per worker of each message of a method's step.
 
     An all-reduce of floats on the CPU is an all-to-all and an all-gather (`gcbench.core.world`).
     """
-    workers, gbit, phases = (
-        record["workers"],
-        record["bits_per_second"] / 1e9,
-        record["phase_seconds"],
-    )
-    spent = ("forward_backward", "statistic", "encode", "decode", "update")
-    compute = sum(phases.get(phase) or 0.0 for phase in spent)
-    sizes = tuple(traffic.buckets(shapes()[::-1])) if method == "fp32" else ()
-    row = validation.Measured(
-        *("", "", "gloo", "ddp", gbit, workers, sizes, 0.0, compute, 0.0, 0, False, "")
-    )
-    if method == "fp32":
-        return row.predict()
-    seconds, collective = compute, record["collective"]
+    workers, collective = record["workers"], record["collective"]
     for sent in traffic.exchange(methods.parse(method), collective, (shapes(), ()), workers):
         if sent.kind == "allreduce":
-            seconds += row.cluster.seconds("alltoall", sent.nbytes, workers)
-            seconds += row.cluster.seconds("allgather", sent.nbytes / workers, workers)
+            yield "alltoall", sent.nbytes
+            yield "allgather", sent.nbytes / workers
         else:
-            seconds += row.cluster.seconds(sent.kind, sent.nbytes, workers)
-    return float(seconds)
+            yield sent.kind, sent.nbytes
 
 
 def excess(record: Record) -> float:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from gcbench.predict import validation
+
 
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch) -> None:
@@ -17,3 +19,10 @@ def no_links(request: pytest.FixtureRequest, monkeypatch) -> None:
         monkeypatch.setattr(
             "gcbench.predict.prediction.Prepared.pays_fields", lambda *arguments: {}
         )
+
+
+@pytest.fixture(autouse=True)
+def narrow(request: pytest.FixtureRequest, monkeypatch) -> None:
+    """Give methods the error band of uncompressed steps, except in tests of the band."""
+    if "band" not in request.node.name:
+        monkeypatch.setattr(validation.Bands, "of", lambda self, method: self.plain.error)
