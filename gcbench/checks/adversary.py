@@ -289,9 +289,9 @@ class Search:
         calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
         segments = calls_of.segments_of(method, ((length,),))
 
-        def decoded(x: Tensor) -> Tensor:
+        def decoded(x: Tensor) -> tuple[Tensor, Tensor]:
             shared = calls.shared([x], segments, key)
-            return calls.decode(calls.encode(x, segments, shared, key), segments, shared)
+            return calls.decode(calls.encode(x, segments, shared, key), segments, shared), shared
 
         where, rest = f"{length} elements: 1, then fractions of it", length - 1
         tried, lost = [], []
@@ -300,14 +300,15 @@ class Search:
                 x = torch.ones(length)
                 x[1 : len(part) + 1] = part
                 tried.append(x[1:])
-                lost.append((decoded(x) - x).double()[1:].square())
+                lost.append((decoded(x)[0] - x).double()[1:].square())
             values, errors = torch.cat(tried), torch.cat(lost)
             worst = int((rest * errors / (1 + rest * values.double().square())).argmax())
             x = torch.full((length,), float(values[worst]))
             x[0] = 1.0
             where = f"{length} elements: 1, then {float(values[worst]):.6g}"
-            energy = oracle.error_energy(x, decoded(x))
-            oracle.contraction(calls, x, segments, [energy], random=False)
+            actual, shared = decoded(x)
+            energy = oracle.error_energy(x, actual)
+            oracle.contraction(calls, x, segments, shared, [energy], random=False)
         except FaultError as fault:
             self.findings.append(Finding(fault.function, fault.what, where))
         except Exception as error:

@@ -6,6 +6,7 @@ module alone. `Calls` also records, per function, the largest inputs it was give
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ FUNCTIONS = (
     *("summand", "decode_sum", "cut", "entries", "in_rounds"),
 )
 """The functions of the contract, in the order of the tables."""
+FINISHED = 3
+"""Workers that run the rounds of a method to the end; they differ in their gradients alone."""
 
 
 @dataclass
@@ -223,32 +226,38 @@ class Calls:
 
     def rounds(
         self, xs: Sequence[Tensor], segments: Segments, state: Tensor, key: Key, out: Tensor
-    ) -> Tensor:
-        """Run one step of a method in rounds for all workers; return the state it ends with.
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Run one step of a method in rounds for all workers.
 
-        The mean is written to `out`.
+        Returns the mean and the final state of each of the first `FINISHED` workers. The mean of
+        worker 0 is in `out`.
         """
         method = self.method
         assert isinstance(method, MultiRoundCompressor)
         self._note("in_rounds", segments, len(xs), key.step)
-        ctx = Context(segments, key=key, workers=len(xs), lr=self.lr, out=out)
-        running = [method.in_rounds(x, state, ctx) for x in xs]
+        ctx = Context(segments, key=key, workers=len(xs), lr=self.lr)
+        outs = [out, *(torch.full_like(out, math.nan) for _ in xs[1:])]
+        running = [
+            method.in_rounds(x, state, ctx._replace(out=part))
+            for x, part in zip(xs, outs, strict=True)
+        ]
         summands = [next(each) for each in running]
         for _ in range(len(method.layout(segments) or ()) - 1):
             mean = torch.stack(summands).sum(0).div_(len(xs))
-            summands = [each.send(mean) for each in running]
+            summands = [each.send(mean.clone()) for each in running]
         mean = torch.stack(summands).sum(0).div_(len(xs))
-        try:
-            running[0].send(mean)
-        except StopIteration as end:
-            approximation, final = end.value
-        else:
-            raise ValueError("the method has more rounds than parts in its layout")
-        for each in running[1:]:
+        results = []
+        for each, part in list(zip(running, outs, strict=True))[:FINISHED]:
+            try:
+                each.send(mean.clone())
+            except StopIteration as end:
+                approximation, final = end.value
+            else:
+                raise ValueError("the method has more rounds than parts in its layout")
+            results.append((part.copy_(approximation), final))
+        for each in running[FINISHED:]:
             each.close()
-        if approximation is not out:
-            out.copy_(approximation)
-        return final  # type: ignore[no-any-return]
+        return results
 
     # ---- sizes -----------------------------------------------------------------------------------
 

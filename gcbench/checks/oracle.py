@@ -251,10 +251,10 @@ def energy(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-def bound_of(calls: Calls, x: Tensor, segments: Segments) -> float:
+def bound_of(calls: Calls, x: Tensor, segments: Segments, shared: Tensor) -> float:
     """Return the declared bound on ||x - decode(encode(x))||^2 of a contractive method."""
     claims, size = calls.method.claims, energy(x)
-    bound = claims.error_bound(x, Context(segments))
+    bound = claims.error_bound(x, Context(segments, shared))
     if bound is None:
         bound = size
     delta = claims.delta(segments)
@@ -265,7 +265,13 @@ def bound_of(calls: Calls, x: Tensor, segments: Segments) -> float:
 
 
 def contraction(
-    calls: Calls, x: Tensor, segments: Segments, errors: Sequence[float], *, random: bool
+    calls: Calls,
+    x: Tensor,
+    segments: Segments,
+    shared: Tensor,
+    errors: Sequence[float],
+    *,
+    random: bool,
 ) -> None:
     """Hold squared errors of one or several encodings of x to the declared bound.
 
@@ -280,7 +286,7 @@ def contraction(
         )
     if random and len(errors) < DRAWS:
         return
-    bound = bound_of(calls, x, segments)
+    bound = bound_of(calls, x, segments, shared)
     if refutes_bound(errors, bound, size):
         mean = math.fsum(errors) / len(errors)
         raise FaultError(

@@ -169,7 +169,8 @@ class Witness:
             return
         oracle.value(calls, x, segments, shared, decoded)
         if calls.method.claims.contractive:
-            error, bound = oracle.error_energy(x, decoded), oracle.bound_of(calls, x, segments)
+            error = oracle.error_energy(x, decoded)
+            bound = oracle.bound_of(calls, x, segments, shared)
             if error > bound * (1 + 1e-4) + self.room:
                 raise FaultError(
                     "decode(encode(x))", f"||x - C(x)||^2 = {error:.6g} is above {bound:.6g}"
@@ -211,8 +212,7 @@ def _sweep_rounds(calls: Calls, effort: Effort) -> Iterator[tuple[str, Callable[
 
     def at(step: int) -> tuple[Tensor, Tensor]:
         out = torch.zeros(segments.numel)
-        final = calls.rounds(xs, segments, state.clone(), Key(7, step, 0), out)
-        return out, final
+        return calls.rounds(xs, segments, state.clone(), Key(7, step, 0), out)[0]
 
     wanted = at(1)
     if any(not torch.equal(a, b) for step in (2, 3) for a, b in zip(wanted, at(step), strict=True)):

@@ -55,6 +55,8 @@ class Trial:
         self.payloads: list[Payload] = []
         self.decoded: list[Tensor] = []
         self.bytes: list[Tensor] = []
+        self.results: list[tuple[str, Tensor, Tensor]] = []
+        """Tensors that functions returned without `out`, the function, and a copy of each."""
 
     @property
     def large(self) -> bool:
@@ -76,6 +78,11 @@ class Trial:
             if bool((edges != self.case.dirty).any()):
                 raise FaultError("decode, mean or decode_sum", "writes outside its output buffer")
         self.lent.clear()
+
+    def unchanged(self) -> None:
+        """No later call changed the result of an earlier one."""
+        for function, result, copy in self.results:
+            same_bits(function, result, copy, "before a later call it")
 
     def digest(self) -> tuple[bytes, ...]:
         """Return the payloads and decodings of the workers, as bytes."""
@@ -99,6 +106,7 @@ class Trial:
             self.locality()
         self.within()
         same_bits("encode or decode", self.shared, shared, "`shared` before the call")
+        self.unchanged()
         for rank, sent in enumerate(self.bytes):
             same_bits("mean or merge", self.payloads[rank].to_bytes(), sent, "the payload before")
 
@@ -130,7 +138,10 @@ class Trial:
             what = "of x in a tensor of its own, without `out` and `prepared`, it"
             same_bits("encode", again.to_bytes(), sent, what)
         same_bits("encode", x, before, "x before the call")
-        decoded = calls.decode(payload, segments, shared, rank=key.rank).clone()
+        result = calls.decode(payload, segments, shared, rank=key.rank)
+        decoded = result.clone()
+        if rank == 0:
+            self.results.append(("decode", result, decoded))
         oracle.finite("decode", decoded, self.n)
         if not self.case.light:
             other = calls.decode(payload, segments, shared, out=self.out())
@@ -170,11 +181,14 @@ class Trial:
             for turn in range(1, oracle.DRAWS):
                 key = self.case.key()
                 key = key._replace(step=(key.step + turn * 1009) % 2**32)
-                shared = self.calls.shared([x], self.segments, key)
+                drawn = self.profile.drawn
+                shared = self.calls.shared([x], self.segments, key) if drawn else self.shared
                 sent = self.calls.encode(x, self.segments, shared, key)
                 actual = self.calls.decode(sent, self.segments, shared)
                 errors.append(oracle.error_energy(x, actual))
-        oracle.contraction(self.calls, x, self.segments, errors, random=self.profile.random)
+        oracle.contraction(
+            self.calls, x, self.segments, self.shared, errors, random=self.profile.random
+        )
 
     def exact(self, x: Tensor, decoded: Tensor) -> None:
         """Compare with x what the method declares to transmit exactly."""
@@ -204,7 +218,9 @@ class Trial:
         legal = self.method.legal_collectives()
         mean = None
         if self.has_mean(len(payloads)):
-            mean = calls.mean(payloads, segments, shared).clone()
+            result = calls.mean(payloads, segments, shared)
+            mean = result.clone()
+            self.results.append(("mean", result, mean))
             oracle.finite("mean", mean, self.n)
             if want is not None:
                 self._is_mean("mean", mean, want, room)
@@ -213,6 +229,7 @@ class Trial:
                 same_bits("mean", other, mean, "without `out` it")
             if len(payloads) > 1:
                 self._counted(payloads, want is not None)
+                self.unchanged()
             if want is None and not self.large:
                 self._contributes(mean)
         if "twoshot" in legal:
@@ -405,7 +422,7 @@ class Trial:
             self._as_far(xs[0], actual, want, what)
         if self.method.claims.contractive and len(shapes) > 1:
             errors = [oracle.error_energy(xs[0], actual)]
-            oracle.contraction(calls, xs[0], segments, errors, random=self.profile.random)
+            oracle.contraction(calls, xs[0], segments, shared, errors, random=self.profile.random)
 
     def _as_far(self, x: Tensor, actual: Tensor, want: Tensor, what: str) -> None:
         """Compare distances from x: where a library rounds, it may select other coefficients."""
@@ -436,18 +453,25 @@ class RoundsTrial:
         """Return the mean, as bytes."""
         return tuple(raw(t) for t in self.means)
 
-    def _step(self, xs: Sequence[Tensor], dirty: int) -> tuple[Tensor, Tensor]:
+    def _step(
+        self, xs: Sequence[Tensor], dirty: int, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean and the final state of one step from `state`, or the initial state."""
         n = self.segments.numel
         method = self.method
         assert isinstance(method, MultiRoundCompressor)
-        state = self.calls.initial_state(self.segments, self.case.key())
+        if state is None:
+            state = self.calls.initial_state(self.segments, self.case.key())
         out = torch.full((4 * n,), dirty, dtype=torch.uint8).view(torch.float32)
         later = self.case.key()
         later = later._replace(step=(later.step + 1) % 2**32)
         before = state.clone()
-        final = self.calls.rounds(xs, self.segments, state, later, out)
+        (mean, final), *others = self.calls.rounds(xs, self.segments, state, later, out)
         same_bits("in_rounds", state, before, "the state before the step")
-        return out, final
+        for other_mean, other_final in others:
+            same_bits("in_rounds", other_mean, mean, "the mean on worker 0")
+            same_bits("in_rounds", other_final, final, "the final state on worker 0")
+        return mean, final
 
     def run(self) -> None:
         """Run one step with clean and with dirty buffers.
@@ -467,13 +491,24 @@ class RoundsTrial:
         average = torch.stack([x.double() for x in self.xs]).mean(0).float()
         errors = [oracle.error_energy(average, mean)]
         if self.method.claims.contractive:
-            oracle.contraction(self.calls, average, self.segments, errors, random=True)
+            state = self.calls.initial_state(self.segments, self.case.key())
+            oracle.contraction(self.calls, average, self.segments, state, errors, random=True)
+            self._later(average)
         single, _ = self._step([average], 0xFF)
         largest = torch.stack(self.xs).abs().amax() if n else torch.tensor(0.0)
         room = torch.full((n,), 2e-3 * float(largest) + 2.0**-140, dtype=torch.float64)
         if self.case.values == "signs" and len({id(x) for x in self.xs}) == 1:
             oracle.near("in_rounds", mean, single, room, "one worker with the mean gradient")
         self.means = [mean, final]
+
+    def _later(self, x: Tensor) -> None:
+        """Hold the error to ||x||^2 also after a step with zero, tiny or huge gradients."""
+        factor = (0.0, 2.0**-100, 2.0**100)[self.case.seed % 3]
+        _, state = self._step([inputs.values(len(x), 17) * factor], 0)
+        mean, _ = self._step([x], 0, state)
+        oracle.finite("in_rounds", mean, len(x))
+        errors = [oracle.error_energy(x, mean)]
+        oracle.contraction(self.calls, x, self.segments, state, errors, random=True)
 
 
 def trial(calls: Calls, profile: Profile, case: Case) -> Trial | RoundsTrial:

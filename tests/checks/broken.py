@@ -831,6 +831,71 @@ class GenerousDelta(INT8):
             return super().delta(segments) if longest < 64 else 1 - longest / (10 * 127**2)
 
 
+# ---- results that later calls change, and rounds -------------------------------------------------
+
+
+def reused(buffers: dict[int, torch.Tensor], result: torch.Tensor) -> torch.Tensor:
+    """Return the result in the buffer of its length."""
+    return buffers.setdefault(len(result), torch.empty_like(result)).copy_(result)
+
+
+class ReusedDecode(INT8):
+    """Decodes to a buffer that the next call of `decode` overwrites."""
+
+    buffers: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def decode(self, payload, ctx):
+        return reused(self.buffers, super().decode(payload, ctx))
+
+
+class ReusedMean(QSGD):
+    """Returns the mean in a buffer that the next call of `mean` overwrites."""
+
+    buffers: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def mean(self, payloads, ctx):
+        return reused(self.buffers, super().mean(payloads, ctx))
+
+
+class LocalRounds(POWER):
+    """The result or the next state depends on the last summand of this worker."""
+
+    result: ClassVar[bool] = False
+
+    def in_rounds(self, x, state, ctx):
+        rounds = super().in_rounds(x, state, ctx)
+        mean = yield next(rounds)
+        summand = rounds.send(mean)
+        mean = yield summand
+        try:
+            rounds.send(mean)
+        except StopIteration as end:
+            approximation, final = end.value
+        if self.result:
+            return approximation * (1 - 1e-3 * (summand[:1] < 0).any()), final
+        return approximation, torch.where(summand < 0, -final, final)
+
+
+class LocalResult(LocalRounds):
+    """The result depends on this worker's summand."""
+
+    result = True
+
+
+class OnesForZeros(POWER):
+    """After a gradient of zeros, a column of zeros becomes ones, which are not a unit vector."""
+
+    def basis(self, rows):
+        return torch.where(rows.any(1, keepdim=True), super().basis(rows), 1.0)
+
+    def following(self, p, q, ctx):
+        following = super().following(p, q, ctx)
+        return [
+            each.masked_fill(~old.any(1, keepdim=True), 0.0)
+            for each, old in zip(following, q, strict=True)
+        ]
+
+
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "several workers, long tensors": (
         *(LongMean, VeryLongMean, LongMerge, LongSum),
@@ -863,6 +928,8 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         LongPlan,
         EveryCall,
     ),
+    "results that later calls change": (ReusedDecode, ReusedMean),
+    "rounds": (LocalRounds, LocalResult, OnesForZeros),
     "the context of an exchange": (
         *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
         *(ChangesShared, SeedsNumpy),

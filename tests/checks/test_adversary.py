@@ -41,6 +41,7 @@ EFFORTS = {
             *(broken.NanScales, broken.NanMean, broken.LastSegments, broken.LostPlace),
             *(broken.PlanByNumber, broken.DrawsByStep, broken.PlanByEnds, broken.InfiniteSum),
             *(broken.SeedsNumpy, broken.NanFeedback, broken.GenerousDelta),
+            *(broken.ReusedDecode, broken.ReusedMean),
         )
     },
     **{
@@ -62,6 +63,7 @@ EFFORTS = {
         )
     },
     broken.FifteenPayloads: FEW._replace(thin=4),
+    **{cls: SHORT for cls in (broken.LocalRounds, broken.LocalResult, broken.OnesForZeros)},
 }
 """Where the default for tests takes more than a second: what the fault is about, and less else."""
 

@@ -106,7 +106,7 @@ class Audit:
         if self.unbiased:
             self._moments(offered, mean, decoded, key)
         if self.contractive:
-            self._contraction(offered, mean, decoded, after)
+            self._contraction(offered, mean, decoded, after, key)
         if self.identity:
             sent = mean - torch.stack([e.double() for e in after]).mean(0)
             size = float(mean.norm()) + float(sent.norm())
@@ -172,7 +172,12 @@ class Audit:
         self.spread["bound"] += sum(total) / len(xs) ** 2
 
     def _contraction(
-        self, offered: Sequence[Tensor], mean: Tensor, decoded: Tensor, after: Sequence[Tensor]
+        self,
+        offered: Sequence[Tensor],
+        mean: Tensor,
+        decoded: Tensor,
+        after: Sequence[Tensor],
+        key: Key,
     ) -> None:
         """Add the squared error relative to what was offered, and to both declared bounds.
 
@@ -190,7 +195,10 @@ class Audit:
         self.lost.append(_over(lost, square))
         if self.delta is not None:
             self.by_delta.append(_over(lost, (1 - self.delta) * square, square))
-        bounds = [method.claims.error_bound(x, Context(segments)) for x in xs]
+        ctx = Context(segments, key=key)
+        if not rounds:
+            ctx = ctx._replace(shared=codec.agree(method, offered, ctx)[0])
+        bounds = [method.claims.error_bound(x, ctx) for x in xs]
         bounds_of_workers = [bound for bound in bounds if bound is not None]
         if len(bounds_of_workers) == len(xs):
             self.by_bound.append(_over(lost, sum(bounds_of_workers) / len(xs), square))
