@@ -134,6 +134,11 @@ def verify(
             f"{name} claims nothing of what arrives (unbiased, contractive, signs, exact_for): no "
             "check says whether its values are right"
         )
+    if properties.unclaimed_rule(name, options):
+        say(
+            f"{name}: its update rule was not compared with any optimizer. Declare the claim "
+            "`uncompressed`"
+        )
     if fail:
         raise typer.Exit(1)
 

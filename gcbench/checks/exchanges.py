@@ -49,6 +49,7 @@ def exchange_steps(
     shapes: Sequence[Sequence[int]],
     carried: memory.Memory,
     rule: UpdateRule = PLAIN,
+    lr: float = 1.0,
 ) -> tuple[Iterator[Tensor], Exchange]:
     """Return the means of these steps, one list of gradients per step, and their exchange."""
     world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
@@ -56,7 +57,7 @@ def exchange_steps(
     clock.start_step()
     lane = Lane(method, collective, 0, calls.segments_of(method, shapes), carried, rule=rule)
     exchanging = Exchange(world, [lane], 7, clock)
-    return (exchanging.mean(list(xs), step) for step, xs in enumerate(steps)), exchanging
+    return (exchanging.mean(list(xs), step, lr) for step, xs in enumerate(steps)), exchanging
 
 
 WARM_UP = 3
@@ -71,11 +72,13 @@ def rule_steps(
     shapes: inputs.Shapes = RULE_SHAPES,
     *,
     resume: bool = False,
+    rates: Sequence[float] = (1.0,),
 ) -> Iterator[Tensor]:
     """Yield the updates that a method's memory and update rule compute from these gradients.
 
     The first `WARM_UP` steps are fp32; then `code` encodes. `resume`: one step later a new exchange
-    continues from copies of all buffers, as after a checkpoint.
+    continues from copies of all buffers, as after a checkpoint, and the old one runs on with other
+    gradients, which must not change the new one. `rates`: the learning rates, repeated.
     """
     carried, collective = memory.of(method), code.legal_collectives()[0]
     exact = exchange.lane_of(shapes, 0, method, collective, carried, exact=True)
@@ -91,12 +94,13 @@ def rule_steps(
     for step, xs in enumerate(steps):
         if step == WARM_UP:
             current.change([lossy])
-        yield current.mean(list(xs), step).clone()
+        yield current.mean(list(xs), step, rates[step % len(rates)]).clone()
         if resume and step == WARM_UP:
             later = make(0)
             later.change([lossy])
             for worker in range(len(xs)):
                 later.load_state_dict(current.state_dict(worker), worker)
+            current.mean([-x for x in xs], step + 1)
             current = later
 
 
@@ -304,7 +308,8 @@ def resumed(method: Compressor) -> Measurement:
 
     State that a memory or an update rule keeps elsewhere is lost in a checkpoint.
     """
-    if not (memory.of(method).carries or isinstance(method, MultiRoundCompressor)):
+    rounds = isinstance(method, MultiRoundCompressor)
+    if not (memory.of(method).carries or rounds or not method.rule.plain):
         raise NotDeclaredError("no state between steps")
     n = sum(map(math.prod, RULE_SHAPES))
     steps = [
@@ -316,15 +321,17 @@ def resumed(method: Compressor) -> Measurement:
     return Measurement(f"{wrong} steps differ", "0", wrong == 0)
 
 
-RULE_CASES: Sequence[tuple[inputs.Shapes, int, int, int]] = (
-    (RULE_SHAPES, WARM_UP + 5, 1, 0),
-    (RULE_SHAPES, WARM_UP + 5, 2, 0),
-    (RULE_SHAPES, WARM_UP + 5, 1, -40),
-    (RULE_SHAPES, WARM_UP + 5, 1, 30),
-    (((300, 250), (33,)), WARM_UP + 3, 1, 0),
-    (((40,),), 600, 1, 0),
+RULE_CASES: Sequence[tuple[inputs.Shapes, int, int, int, Sequence[float]]] = (
+    (RULE_SHAPES, WARM_UP + 5, 1, 0, (1.0,)),
+    (RULE_SHAPES, WARM_UP + 5, 2, 0, (1.0,)),
+    (RULE_SHAPES, WARM_UP + 5, 1, 0, (0.01,)),
+    (RULE_SHAPES, WARM_UP + 5, 1, 0, (0.1, 0.3, 0.02)),
+    (RULE_SHAPES, WARM_UP + 5, 1, -40, (1.0,)),
+    (RULE_SHAPES, WARM_UP + 5, 1, 30, (1.0,)),
+    (((300, 250), (33,)), WARM_UP + 3, 1, 0, (1.0,)),
+    (((40,),), 600, 1, 0, (1.0,)),
 )
-"""Shapes, steps, workers with equal gradients, and the exponent of the gradients' scale."""
+"""Shapes, steps, workers with equal gradients, exponent of the scale, and learning rates."""
 
 
 def updates(method: Compressor) -> Measurement:
@@ -338,7 +345,7 @@ def updates(method: Compressor) -> Measurement:
     if fault := next(memory_steps.faults(running), ""):
         return Measurement(fault, "the same as on short inputs", False)
     done = 0
-    for shapes, steps, workers, exponent in RULE_CASES:
+    for shapes, steps, workers, exponent, rates in RULE_CASES:
         n = sum(map(math.prod, shapes))
         gradients = [inputs.values(n, 50 + 97 * step) * 2.0**exponent for step in range(steps)]
         for step, gradient in enumerate(gradients):
@@ -349,10 +356,13 @@ def updates(method: Compressor) -> Measurement:
         if declared is None:
             raise NotDeclaredError("no uncompressed optimizer is declared")
         each = [[gradient] * workers for gradient in gradients]
-        applied = rule_steps(method, registry.compressor("none"), each, shapes)
+        applied = rule_steps(method, registry.compressor("none"), each, shapes, rates=rates)
         for step, (actual, want) in enumerate(zip(applied, declared, strict=True)):
             if not same(actual, want):
-                where = f"{workers} worker(s), {n:,} elements, scale 2^{exponent}"
+                where = (
+                    f"{workers} worker(s), {n:,} elements, scale 2^{exponent}, learning rates "
+                    f"{', '.join(map(str, rates))}"
+                )
                 return Measurement(f"step {step} differs", "the same bits", False, where)
             done += 1
     if fault := unsynchronized(method):
@@ -374,7 +384,7 @@ def unsynchronized(method: Compressor) -> str:
     if declared is None:
         return ""
     collective, carried = method.legal_collectives()[0], memory.of(method)
-    actual, _ = exchange_steps(method, collective, steps, RULE_SHAPES, carried, method.rule)
+    actual, _ = exchange_steps(method, collective, steps, RULE_SHAPES, carried, method.rule, 0.01)
     for step, (update, want) in enumerate(zip(actual, declared, strict=True)):
         off = float((update - want).abs().max() / want.abs().max())
         if not off <= 1e-4:

@@ -78,3 +78,9 @@ def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool
     """Return whether some of what is checked makes a claim about the decoded values."""
     claims = [method.claims for _, method in chosen(name, options)]
     return any(c.unbiased or c.contractive or c.signs or c.exact_for for c in claims)
+
+
+def unclaimed_rule(name: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Return whether a configuration has an update rule without the claim `uncompressed`."""
+    methods = [method for _, method in chosen(name, options)]
+    return any(not m.rule.plain and m.claims.uncompressed([], 0) is None for m in methods)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ CREWS = (4, 6)
 """Numbers of workers with correlated noise: a power of two, and none."""
 COIN_DRAWS = 20_000
 """Elements of the tied vote."""
+SHORT_SIZES, SHORT_DRAWS = (1, 5, 19), 1000
+"""Elements of short buckets, and the keys at which a method that codes the whole bucket draws."""
+EARLIER = {"zero": 0.0, "tiny": 2.0**-100, "huge": 2.0**100}
+"""Scales of the gradients of an earlier step."""
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
 """Shapes of a test bucket: empty, of one element, a scalar, matrices, a kernel, vectors."""
 
@@ -203,16 +207,41 @@ def _drawn(method: Compressor, sample: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     return decoded, target, x, ctx
 
 
+def _drawn_short(method: Compressor, n: int) -> tuple[Tensor, Tensor]:
+    """Return decodings and targets of n elements, float64, (draws, n), as if alone in a bucket.
+
+    They are alone in a segment of `_drawn`, unless the whole bucket is one: it is then encoded at
+    `SHORT_DRAWS` keys.
+    """
+    x = _sample()[:n]
+    if method.granularity != "model":
+        return _drawn(method, x)[:2]
+    segments, decoded, targets = calls.segments_of(method, [(n,)]), [], []
+    for step in range(SHORT_DRAWS):
+        payload, ctx = calls.encode(method, x, segments, Key(1, step, 0))
+        decoded.append(codec.decode(method, payload, ctx).double())
+        targets.append(method.claims.target(x, ctx).double())
+    return torch.stack(decoded), torch.stack(targets)
+
+
 def unbiased(method: Compressor) -> Measurement:
     """Each coordinate's mean over 4000 draws is the target, within what chance allows.
+
+    Short buckets are tried too: there a wrong factor is largest, and a code may be deterministic.
 
     The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it,
     where the largest is about 1, 2^-30 or 2^30: of errors away from 0, and of errors upwards.
     """
     decoded, target, *_ = _drawn(method, _sample())
     worst = _deviations(decoded - target, 1e-7)
-    values, band = _bands()
     note = ""
+    for n in SHORT_SIZES:
+        decoded, target = _drawn_short(method, n)
+        off = _deviations(decoded - target, 1e-7)
+        if off > max(worst, Z):
+            note = f"of {n} element(s)"
+        worst = max(worst, off)
+    values, band = _bands()
     for power in SCALE_EXPONENTS:
         decoded, target, *_ = _drawn(method, values * 2.0**power)
         errors = (decoded - target) * 2.0**-power
@@ -229,16 +258,17 @@ def unbiased(method: Compressor) -> Measurement:
 
 
 def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
-    """Return the largest |mean over the draws| of errors, (DRAWS, n), in standard errors.
+    """Return the largest |mean over the draws| of errors, (draws, n), in standard errors.
 
-    A code of a probability of about 1 / DRAWS may never be drawn, so that the errors scatter too
-    little: a mean may be off by Z^2 gap / (2 DRAWS) besides, where the gap is the range of all
+    A code of a probability of about 1 / draws may never be drawn, so that the errors scatter too
+    little: a mean may be off by Z^2 gap / (2 draws) besides, where the gap is the range of all
     errors, or what is given if that is more. Of a code that chooses between two values, no further
     apart, a mean is then beyond Z with a probability of 2.4e-7 at most, whatever that of the values
     is.
     """
-    rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * DRAWS)
-    sd = errors.std(0) / math.sqrt(DRAWS)
+    draws = len(errors)
+    rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * draws)
+    sd = errors.std(0) / math.sqrt(draws)
     return float((errors.mean(0).abs() / (sd.clamp(min=least) + rare)).max())
 
 
@@ -340,7 +370,7 @@ def contraction(method: Compressor) -> Measurement:
 
     Where a delta is declared, (1 - delta) ||x||^2 is a bound, too, except for denormal values.
     For a random method the mean of 48 draws is tested, see `refutes_bound`; 12 draws suffice if
-    their mean is within the bound.
+    their mean is within the bound. For methods in rounds see `_stuck`, too.
     """
     if not method.claims.contractive:
         raise NotDeclaredError("not contractive")
@@ -352,10 +382,11 @@ def contraction(method: Compressor) -> Measurement:
         segments = calls.segments_of(method, shapes)
         for name, x in inputs.probes(segments.numel):
             size = oracle.energy(x)
-            bound = method.claims.error_bound(x, Context(segments))
+            shared = calls.agree(method, [x], segments, keys[0])
+            bound = method.claims.error_bound(x, Context(segments, shared))
             if bound is None:
-                faults.append("no error_bound")
-                continue
+                why = "`contractive` requires the claim `error_bound`; `delta` does not replace it"
+                return Measurement("no error_bound", "the declared bound", False, why)
             delta = method.claims.delta(segments)
             if delta is not None and name != "denormal":
                 bound = min(bound, (1 - delta) * size * (1 + 1e-6))
@@ -373,9 +404,37 @@ def contraction(method: Compressor) -> Measurement:
                 faults.append(f"{name}: the bound {bound:.4g} is above ||x||^2 = {size:.4g}")
             if size:
                 worst = max(worst, mean / size)
+    if isinstance(method, MultiRoundCompressor):
+        faults += _stuck(method)
     return Measurement(
         f"{worst:.4f} at most", "the declared bound", not faults, "; ".join(faults[:2])
     )
+
+
+def _stuck(method: MultiRoundCompressor) -> Iterator[str]:
+    """Yield after which gradients a method in rounds no longer reduces the error.
+
+    The declared bound is that of the initial state. After one step with another gradient, normal
+    input must have at least half of the reduction, in the mean of 12 draws.
+    """
+    segments, running = calls.segments_of(method, [(40, 50)]), calls.Calls(method)
+    for name, scale in EARLIER.items():
+        actual = declared = 0.0
+        for draw in range(12):
+            x, key, out = inputs.normal(2000, draw), Key(7, draw, 0), torch.zeros(2000)
+            earlier = [scale * inputs.normal(2000, 100 + draw)]
+            state = running.initial_state(segments, key)
+            ((_, state),) = running.rounds(earlier, segments, state, key, out)
+            ((mean, _),) = running.rounds([x], segments, state, key._replace(step=draw + 1), out)
+            size = oracle.energy(x)
+            bound = method.claims.error_bound(x, Context(segments, state)) or 0.0
+            actual += (1 - oracle.error_energy(x, mean) / size) / 12
+            declared += (1 - bound / size) / 12
+        if not actual >= declared / 2:
+            yield (
+                f"after a step with {name} gradients {actual:.4g} of ||x||^2 is sent; at least "
+                f"half of the declared {declared:.4g} is expected"
+            )
 
 
 def gaussian_error(method: Compressor) -> Measurement:

@@ -48,6 +48,7 @@ from gcbench.core.compressor import (
     Segments,
     check_finite,
 )
+from gcbench.core.rule import UpdateRule
 from gcbench.ops.hadamard import rotate
 
 NONE = type(registry.compressor("none"))
@@ -831,6 +832,87 @@ class LowGaussianClaims(type(TOPK().claims)):
         return 0.98 * super().gaussian_error
 
 
+class DeadPower(POWER):
+    """Columns of zeros stay zero, as where they are divided by their norm plus an epsilon."""
+
+    def basis(self, rows):
+        return super().basis(rows).masked_fill(~rows.any(1, keepdim=True), 0.0)
+
+    def following(self, p, q, ctx):
+        return [self.basis(each) for each in q]
+
+
+@dataclass(frozen=True)
+class RatioRandomK(RANDOMK):
+    """Multiplies by 1 / ratio, where n / k is right."""
+
+    ratio: float = 0.1
+    granularity: str | int = "model"
+
+    def decode(self, payload, ctx):
+        n, sent = ctx.segments.numel, max(1, len(payload.parts[0]))
+        return super().decode(payload, ctx) * (sent / max(1, n) / self.ratio)
+
+
+class HalfTheBits(INT8):
+    """Declares 4.2 bits and sends 8.1."""
+
+    @property
+    def claims(self):
+        return HalfTheBitsClaims(self)
+
+
+class HalfTheBitsClaims(type(INT8().claims)):
+    nominal_bits = 4.2
+
+
+class OnlyDelta(TOPK):
+    """Declares a delta and no bound."""
+
+    @property
+    def claims(self):
+        return OnlyDeltaClaims(self)
+
+
+class OnlyDeltaClaims(type(TOPK().claims)):
+    def error_bound(self, x, ctx):
+        return None
+
+
+ADAM = type(registry.compressor("onebitadam"))
+RULE = type(ADAM().rule)
+
+
+class RatedRule(RULE):
+    """Multiplies by the learning rate, as the optimizer does."""
+
+    def update(self, mean, ctx):
+        return super().update(mean, ctx) * ctx.lr
+
+
+class RatedAdam(ADAM):
+    @property
+    def rule(self):
+        return RatedRule()
+
+
+class HiddenRule(UpdateRule):
+    """Momentum in a dict of the class."""
+
+    hidden: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def update(self, mean, ctx):
+        if ctx.step == 0:
+            self.hidden[len(mean)] = torch.zeros_like(mean)
+        return self.hidden[len(mean)].mul_(0.9).add_(mean)
+
+
+class HiddenMomentum(NONE):
+    @property
+    def rule(self):
+        return HiddenRule()
+
+
 SHORT = cases.Effort(every=6, long=0, many=0, million=0, steps=4, thin=20)
 LONG = SHORT._replace(every=200, long=1)
 SEARCHED = {
@@ -916,6 +998,12 @@ WRONG = {
     ShiftedFft: "contraction",
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
+    DeadPower: "contraction",
+    RatioRandomK: "unbiased",
+    HalfTheBits: "nominal bits",
+    OnlyDelta: "contraction",
+    RatedAdam: "update rule",
+    HiddenMomentum: "checkpoint",
 }
 """Methods that the list of properties must refuse, and the property that fails."""
 
@@ -1014,3 +1102,37 @@ def test_of_a_method_that_claims_nothing_nothing_is_said(tmp_path):
     assert done.code == 0
     assert "silent claims nothing of what arrives" in done.err
     assert "claims nothing" not in invoke("verify", "none", "--no-processes").err
+
+
+def test_a_bound_is_required_of_a_contractive_method():
+    outcome = properties.run(OnlyDelta(), "contraction")
+    assert "requires the claim `error_bound`" in outcome.note
+
+
+UNCLAIMED = (
+    SILENT
+    + """
+    @property
+    def rule(self):
+        return Signs()
+
+
+class Signs(UpdateRule):
+    def update(self, mean, ctx):
+        return mean.sign_()
+"""
+)
+
+
+def test_an_update_rule_without_a_claim_is_reported(tmp_path):
+    """The checks cannot compare its directions with anything."""
+    text = "from gcbench.core.rule import UpdateRule\n" + UNCLAIMED
+    (tmp_path / "signs.py").write_text(text)
+    done = invoke("verify", tmp_path / "signs.py", "--no-processes")
+    assert done.code == 0
+    assert "its update rule was not compared with any optimizer" in done.err
+
+
+@pytest.mark.parametrize("name", registry.compressors())
+def test_every_update_rule_has_a_claim(name):
+    assert not properties.unclaimed_rule(name)

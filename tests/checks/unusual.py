@@ -10,10 +10,11 @@ import torch
 from gcbench import ops
 from gcbench.core import registry
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import Compressor, Key, check_finite
+from gcbench.core.compressor import Compressor, Key, Prepared, check_finite
 from gcbench.core.errors import PayloadError
 from gcbench.core.memory import Memory
 
+LARGEST = torch.finfo(torch.float32).max
 Residual = registry.memory_class("residual")
 Momentum = registry.memory_class("momentum")
 
@@ -80,6 +81,51 @@ class NonzerosClaims(Claims, of=Nonzeros):
 
     def error_bound(self, x, ctx):
         return 0.0
+
+
+class Unsized(Nonzeros):
+    """Sends no length: a payload may be legal for a longer bucket, too."""
+
+    def encode(self, x, ctx):
+        return super().encode(x, ctx)[:2]
+
+    def decode(self, payload, ctx):
+        length = torch.tensor([ctx.segments.numel], dtype=torch.int32)
+        return super().decode(payload._replace(parts=(*payload.parts, length)), ctx)
+
+
+@dataclass(frozen=True)
+class SharedRange(Compressor):
+    """8-bit codes of the range of all workers, which the declared bound uses."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def prepare(self, x, ctx):
+        return Prepared(ops.statistics.absmax(x, ctx.segments))
+
+    def steps(self, ctx):
+        sizes = torch.tensor(ctx.segments.lengths)
+        scales = torch.where(ctx.shared < 2.0**-100, 0.0, check_finite(ctx.shared)).double()
+        return (scales / 127).repeat_interleave(sizes)
+
+    def encode(self, x, ctx):
+        steps = self.steps(ctx)
+        return torch.where(steps > 0, x.double() / steps, 0.0).round().to(torch.int8)
+
+    def decode(self, payload, ctx):
+        return (payload.parts[0].double() * self.steps(ctx)).clamp(-LARGEST, LARGEST).float()
+
+    def layout(self, segments, count=1):
+        return ((torch.int8 if count == 1 else torch.float32, segments.numel),)
+
+
+class SharedRangeClaims(Claims, of=SharedRange):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        size, steps = x.double().abs(), self.codec.steps(ctx)
+        lost = torch.where(size < 0.4999 * steps, size, 0.5001 * steps)
+        return float(torch.where(steps > 0, lost, size).square().sum())
 
 
 @dataclass(frozen=True)
@@ -204,5 +250,5 @@ class Corrected(Memory):
         return self
 
 
-METHODS = (Regenerated, Nonzeros, Rated)
+METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated)
 MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected)
