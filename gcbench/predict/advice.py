@@ -225,8 +225,9 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     plan = _plan(settings, prepared, rows)
     observer.step(len(settings.compressors))
     title = prediction.title(settings, prepared, f"{workers} workers")
-    brief = [row for row in plan if row["option"] not in (FP32, SHARDED) and not row["method"]]
+    brief = [row for row in plan if row["option"] in (ALONE, BF16)]
     brief += [row for row in plan if row["method"] and row["advice"] != NO_GAIN][:BRIEF]
+    brief += [row for row in plan if row["advice"] == CHANGES]
     what = unit(prepared).capitalize()
     seen = _evidence_rows(settings, prepared, gathered.rows)
     return Analysis.of(
@@ -265,7 +266,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
                 brief=True,
                 title=f"{what} per hour, {prepared.network.title}, {workers} x {cluster.name}",
                 shown=[one for one in _PLAN if one.field not in ("changes", "accuracy")],
-                rows=sorted(brief, key=lambda row: float(row["per_hour"] or 0)),
+                rows=brief,
             ),
         ],
     )

@@ -976,6 +976,11 @@ def test_methods_must_gain_more_than_their_band(tmp_path: Path) -> None:
         "powersgd": "cannot tell",
     }
     assert rows["int8"]["gain"] > 1.12
+    where = ("--results", tmp_path / "a", "--progress", "none")
+    lines = invoke("advise", *words, *cluster, *where).out.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :]
+    options = [line.partition("  ")[0] for line in table]
+    assert options[:3] == ["one worker", "bf16", "int8 by twoshot"], lines
     assert 1.12 < rows["powersgd"]["gain"] < 2.06
     assert "to 106% (powersgd; 48 tests over gloo" in result["answer"][0]
     none = ("--runs", write(tmp_path / "p.parquet", plain()), *words[2:])
