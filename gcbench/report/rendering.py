@@ -166,9 +166,8 @@ def _distinct(columns: Sequence[_Measured]) -> int:
 
 
 def _has_sentences(column: Column) -> bool:
-    """Return whether cells have several words, and none begins with a number."""
-    begins = any(re.match(r"[-+~<]?\.?\d", cell) for cell in column.cells)
-    return not begins and any(" " in cell for cell in column.cells)
+    """Return whether a cell has at least three words of letters, which may be cut."""
+    return any(len(re.findall("[a-z]{2,}", cell.lower())) > 2 for cell in column.cells)
 
 
 WORDS = 12

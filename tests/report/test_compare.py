@@ -942,14 +942,15 @@ def test_a_column_of_numbers_is_whole_or_left_out() -> None:
         Column("vs none", ["-7.41 [-14.03, -0.79] ‡", "-"]),
         Column("update", ["sign of the mean instead of the mean", "another step"]),
         Column("seeds", ["2 (1 failed)", "3"]),
+        Column("problem", ["1 of 2: the gradient of b.weight is not finite", "-"]),
     ]
-    widths = range(30, 130)
+    widths = range(30, 170)
     for width in widths:
         table = fitted(names, rest, width, 20)
         assert max(map(len, table.text.splitlines())) <= width
         for column in rest:
             assert (column.heading in table.left_out) != (column.heading in table.text)
-            if column.heading not in (*table.left_out, "update"):
+            if column.heading not in (*table.left_out, "update", "problem"):
                 assert all(cell in table.text for cell in column.cells), (width, column.heading)
     assert fitted(names, rest, widths[-1], 20).left_out == []
 

@@ -201,7 +201,7 @@ def test_the_default_table_shows_the_momentum_where_it_differs(monkeypatch) -> N
     words = ("compare", ROOT / "results/reference/main.parquet", "--suite", "main")
     head, _, rows = invoke(*words).out.partition("─")
     assert "momentum" in head
-    (line,) = [line for line in rows.splitlines() if line.startswith("powersgd  ")]
+    (line,) = [line for line in rows.splitlines() if line.startswith("terngrad  ")]
     assert " 0.9 " in line
     (line,) = [line for line in rows.splitlines() if line.startswith("efsignsgd  ")]
     assert " 0 " in line
