@@ -368,6 +368,11 @@ def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list
     return ranked
 
 
+def _name(row: Row) -> str:
+    """Return the registered name of a row's method, without its fields."""
+    return str(row["method"]).partition(":")[0]
+
+
 def _badness(row: Row) -> tuple[int, float]:
     return ORDER.index(str(row["advice"])), -float(row["gain"] or 0)
 
@@ -559,7 +564,8 @@ def _answer(
     choice = tried[0] if tried else baseline
     fastest = max((choice, FP32, BF16), key=over.__getitem__)
     rate = f"{over[fastest]:.2g} times as many {unit(prepared)} per hour as one ({fastest})"
-    if over[fastest] < 1 + (bands.of(fastest.partition(":")[0]) if fastest in tried else band):
+    error = bands.of(_name(rows[fastest])) if fastest in tried else band
+    if over[fastest] < 1 + error:
         unknown = {name: over[name] for name, row in rows.items() if row["advice"] in UNKNOWN}
         maybe = max(unknown, key=unknown.__getitem__, default="")
         how, hint = "an exchange per step", ""

@@ -3,9 +3,10 @@
 A run counts if it was made for a suite, held examples out for validation, and evaluated the test
 split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the
 uncompressed row of equal budget, or diverged. It does not count if the suite's trials chose other
-settings for the method, or while they have not chosen its settings or those of the uncompressed
-row (an open row). The loss is the accuracy of `none` minus that of the method (or its test loss
-minus that of `none`), the mean over paired seeds with the 95 % interval of Student's t.
+settings for the method, or while they have not chosen those of the uncompressed row. While they
+have not chosen the method's (an open row), it counts for the method and not against it. The loss is
+the accuracy of `none` minus that of the method (or its test loss minus that of `none`), the mean
+over paired seeds with the 95 % interval of Student's t.
 """
 
 from __future__ import annotations

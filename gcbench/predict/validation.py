@@ -172,10 +172,12 @@ class Bands(NamedTuple):
         steps = [one for one in measured() if one.compressed]
         errors = {one.method: method_error(one.method) for one in steps}
         least, most = (pick(errors, key=errors.__getitem__) for pick in (min, max))
+        over = ", ".join(sorted({one.transport for one in steps}))
+        slow, fast = (rate_text(1e9 * pick(one.gbit for one in steps)) for pick in (min, max))
         return (
             f"Error band: uncompressed {self.plain.error:.0%} ({self.plain.source}), methods "
             f"{errors[least]:.0%} ({least}) to {errors[most]:.0%} ({most}; {len(steps)} tests over "
-            "gloo at 50 to 200 Mbit/s)."
+            f"{over} at {slow} to {fast})."
         )
 
 

@@ -33,12 +33,12 @@ class Claim(NamedTuple):
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
-    """Return the mean of one value a seed, with its 95 % limits by Student's t."""
+    """Return the mean of one value per seed, with its 95 % limits by Student's t."""
     return interval(values, SEEDS)
 
 
 def geometric(logs: Sequence[float]) -> Interval:
-    """Return the geometric mean of one ratio a seed, from their logarithms, with its limits."""
+    """Return the geometric mean of one ratio per seed, from their logarithms, with its limits."""
     logarithm = over_seeds(logs)
     return logarithm.exponential() if math.isfinite(logarithm.mean) else logarithm
 
@@ -62,8 +62,8 @@ def exactly(value: float, n: int, over: str) -> Interval:
 def bracket(lows: Sequence[float], values: Sequence[float], highs: Sequence[float]) -> Interval:
     """Return the interval of a mean over seeds, where each seed's value is known within bounds.
 
-    `values`, one a seed, lie between `lows` and `highs`. The limits are the lower limit of the mean
-    of the lows and the upper limit of the mean of the highs, by Student's t.
+    `values`, one per seed, lie between `lows` and `highs`. The limits are the lower limit of the
+    mean of the lows and the upper limit of the mean of the highs, by Student's t.
     """
     low, high = over_seeds(lows).low, over_seeds(highs).high
     return over_seeds(values)._replace(low=low, high=high)

@@ -1,6 +1,6 @@
 """Lists of methods as a command line has them: `topk,topk:ratio=0.001,./mine.py:levels=4`.
 
-A word has the name of a compressor, or a file with one, and its fields after colons.
+Each has the name of a compressor, or a file with one, and its fields after colons.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def short(word: str) -> str:
 def sources(chosen: Mapping[str, Compressor]) -> dict[str, str]:
     """Return the digest of each method's source (`registry.source_digest`), by the method's word.
 
-    Settings with these digests are others once a method's code is: no result of the code before
-    is taken for one of today's.
+    They are part of an analysis' settings, so a result is not reused after a method was edited.
     """
     return {word: registry.source_digest(method.name) for word, method in chosen.items()}
 

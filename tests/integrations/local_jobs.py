@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.utils.prune
-from ddp_jobs import changed, refused
+from ddp_jobs import changed, refused, warned
 from jobs import digest
 from torch import Tensor, nn
 
@@ -85,14 +84,6 @@ class Loop:
 
     def flat(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
-
-
-def warned(call: Callable[[], object]) -> list[str]:
-    """Return the warnings of a call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(each.message) for each in caught]
 
 
 @job

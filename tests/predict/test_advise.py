@@ -983,6 +983,10 @@ def test_methods_must_gain_more_than_their_band(tmp_path: Path) -> None:
     assert options[:3] == ["one worker", "bf16", "int8 by twoshot"], lines
     assert 1.12 < rows["powersgd"]["gain"] < 2.06
     assert "to 106% (powersgd; 48 tests over gloo" in result["answer"][0]
+    slower = ("--cluster-set", "inter.gbit=2", "--workers", 2)
+    alone = (*words[:2], "--compressor", "int8", *words[4:])
+    two = advise(tmp_path, *alone, *cluster[:2], *slower)
+    assert two["answer"][0].startswith("Try int8"), "int8 gains more than its own error over one"
     none = ("--runs", write(tmp_path / "p.parquet", plain()), *words[2:])
     none = (*none, "--cluster", "a100x1-10g", "--cluster-set", "inter.gbit=2")
     verdicts = {row["advice"] for row in methods(advise(tmp_path, *none)).values()}

@@ -518,10 +518,7 @@ def draw(analysis: Analysis, path: Path) -> None:
     import seaborn
     from matplotlib.lines import Line2D
 
-    names = [table.name for table in analysis.tables]
-    rows = list(analysis.table("claims").rows)
-    if "gradients" in names:  # older files have all rows in one table
-        rows += analysis.table("gradients").rows
+    rows = [*analysis.table("claims").rows, *analysis.table("gradients").rows]
     places = list(dict.fromkeys(str(row["place"]) for row in rows)) or [codec_claims.PLACE]
     longest = max(sum(row["place"] == place for row in rows) for place in places)
     palette = seaborn.color_palette("colorblind")
