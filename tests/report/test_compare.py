@@ -942,9 +942,10 @@ def test_a_column_of_numbers_is_whole_or_left_out() -> None:
         Column("vs none", ["-7.41 [-14.03, -0.79] ‡", "-"]),
         Column("update", ["sign of the mean instead of the mean", "another step"]),
         Column("seeds", ["2 (1 failed)", "3"]),
+        Column("loss", ["loses 0.54 [0.52, 0.57] points", "-"]),
         Column("problem", ["1 of 2: the gradient of b.weight is not finite", "-"]),
     ]
-    widths = range(30, 170)
+    widths = range(30, 200)
     for width in widths:
         table = fitted(names, rest, width, 20)
         assert max(map(len, table.text.splitlines())) <= width
