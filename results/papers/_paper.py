@@ -17,10 +17,13 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from gcbench import cli
 from gcbench.commands.derived import command
 from gcbench.commands.helptext import PlainCommand
+from gcbench.core import codec, purposes
+from gcbench.core.compressor import Compressor, Context, Key
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.progress import Observer
 from gcbench.profile import histogram
@@ -121,6 +124,18 @@ def measured(
         rows += [{"seed": one.seed, "step": one.step, **row} for row in measure(gradients)]
     observer.step(1, "done")
     return rows
+
+
+def coded(method: Compressor, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield each worker's gradient, float32, (n,), its decoding, and the bytes of its payload."""
+    segments = gradients.segments(method)
+    key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
+    for rank, x in enumerate(gradients.buckets):
+        ctx = Context(segments, key=key._replace(rank=rank))
+        shared, (prepared,) = codec.agree(method, [x], ctx)
+        ctx = ctx._replace(shared=shared)
+        payload = codec.encode(method, x, ctx._replace(prepared=prepared))
+        yield x, codec.decode(method, payload, ctx), payload.nbytes
 
 
 # ---- judge and table -----------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from _paper import Trained, main, measured, number, plot, table, title, values
+from _paper import Trained, coded, main, measured, number, plot, table, title, values
 from pydantic import Field
 from torch import Tensor
 
-from gcbench.core import codec, purposes
+from gcbench.core import codec
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
@@ -95,16 +95,10 @@ def synthetic(method: Compressor) -> Row:
 
 def real(method: Compressor, gradients: Gradients) -> Row:
     """Return the mean error and bits per element over the workers at one step."""
-    segments = gradients.segments(method)
-    key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
     errors, sizes = [], []
-    for rank, bucket in enumerate(gradients.buckets):
-        ctx = Context(segments, key=key._replace(rank=rank))
-        shared, (prepared,) = codec.agree(method, [bucket], ctx)
-        ctx = ctx._replace(shared=shared)
-        payload = codec.encode(method, bucket, ctx._replace(prepared=prepared))
-        errors.append(error(codec.decode(method, payload, ctx), bucket))
-        sizes.append(8 * payload.nbytes / bucket.numel())
+    for x, decoded, nbytes in coded(method, gradients):
+        errors.append(error(decoded, x))
+        sizes.append(8 * nbytes / x.numel())
     return {"error": fmean(errors), "bits": fmean(sizes)}
 
 

@@ -1,4 +1,4 @@
-"""number-formats, positions, ternary-noise, fft-range: by hand, and with broken things shown."""
+"""Formats, positions, ternary noise, FFT range and errors: by hand, and shown broken things."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import _paper
+import fft_errors
 import fft_range
 import number_formats
 import positions
@@ -18,7 +19,7 @@ from commands import invoke
 import gcbench
 from gcbench import ops
 from gcbench.core import registry
-from gcbench.core.errors import GcbenchError
+from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.training.captures import Layer
 
@@ -327,3 +328,52 @@ def test_fft_range_command_and_a_run_with_what_it_finds(tmp_path):
     early = script(fft_range, "--capture", "3", "--first", 5, "--results", tmp_path)
     assert early.code == 2
     assert "[3]" in early.err
+
+
+# ---- errors of FFT -------------------------------------------------------------------------------
+
+
+def test_errors_and_their_distribution_by_hand():
+    x = torch.tensor([3.0, 4.0, 0.0, 0.0])
+    decoded = torch.tensor([3.0, 1.0, 0.0, 100.0])
+    assert fft_errors.error(x, x) == 0
+    assert fft_errors.error(x, torch.tensor([3.0, 1.0, 0.0, 0.0])) == pytest.approx(3 / 5)
+    assert math.isnan(fft_errors.error(torch.zeros(3), torch.zeros(3)))
+    # rms(x) = 2.5: errors 0, -1.2, 0 and beyond the last bin, which are 0.1 wide from -4
+    shares = fft_errors.distribution(x, decoded)
+    assert {i: float(s) for i, s in enumerate(shares) if s} == {28: 0.25, 40: 0.5, 79: 0.25}
+    assert float(fft_errors.distribution(torch.zeros(2), torch.zeros(2)).sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "noise", "verdict"),
+    [(0.5, 0.01, "holds"), (2.0, 0.01, "does not hold"), (0.9, 0.5, "cannot tell")],
+)
+def test_verdicts_on_known_ratios(ratio, noise, verdict):
+    settings = fft_errors.Settings(ours=["fft"], rival=["qsgd"])
+    rows = [
+        {"seed": seed, "step": step, "method": name, "error": error}
+        for seed in range(3)
+        for step in range(2)
+        for name, error in (("fft", ratio * math.exp(noise * (seed - 1))), ("qsgd", 1.0))
+    ]
+    (row,) = fft_errors.judge(rows, settings)
+    assert row["verdict"] == verdict
+    assert row["measured"] == pytest.approx(ratio)
+
+
+def test_the_script_of_errors(tmp_path):
+    picture = tmp_path / "errors.png"
+    words = (*SHORT, "--rival", "qsgd:levels=3,bf16", "--plot", picture, "--results", tmp_path)
+    done = script(fft_errors, *words, "--json").json
+    tables = {table["name"]: table for table in done["tables"]}
+    verdicts = {(row["method"], row["rival"]): row["verdict"] for row in tables["claims"]["rows"]}
+    assert verdicts["fft", "bf16"] == "does not hold"
+    bins = tables["distribution"]["rows"]
+    assert sum(row["share"] for row in bins if row["method"] == "fft") == pytest.approx(1)
+    assert picture.stat().st_size > 0
+
+
+def test_an_unknown_codec_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="nonsense"):
+        fft_errors.run(fft_errors.Settings(rival=["nonsense"]), "", None, None)
