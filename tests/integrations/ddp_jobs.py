@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -30,9 +30,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gcbench
 from gcbench import _version
-from gcbench.core import registry, sealed
+from gcbench.core import codec, registry, sealed
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Compressor, Payload
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Payload,
+    Segments,
+)
 from gcbench.core.exchange import Exchange
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import frameworks, scheme
@@ -198,6 +205,32 @@ def resuming(one: Compressor) -> str:
     """Return the collective of a resumed job: owners of a two-shot exchange have residuals, too."""
     legal = one.legal_collectives()
     return "twoshot" if "twoshot" in legal else legal[-1]
+
+
+def representatives(collectives: Collection[str] = ()) -> list[str]:
+    """Return the methods that are the first with something by which an exchange differs.
+
+    A hook knows no method by name. `collectives`: of these alone; empty: of all.
+    """
+    seen: set[Any] = set()
+    result = []
+    for name in registry.compressors():
+        one = registry.compressor(name)
+        segments = Segments.of([(64,)])
+        declared = (
+            isinstance(one, MultiRoundCompressor),
+            one.memory,
+            type(one.rule),
+            "groups" if isinstance(one.granularity, int) else one.granularity,
+            one.layout(segments) is None,
+            one.draw_shared(Context(segments, key=Key(0, 0, 0))) is not None,
+            bool(codec.prepare(one, torch.ones(64), Context(segments)).statistic.numel()),
+        )
+        legal = [each for each in one.legal_collectives() if each in (collectives or (each,))]
+        if not seen.issuperset(ways := {(each, *declared) for each in legal}):
+            result.append(name)
+            seen |= ways
+    return result
 
 
 def method(rank: int, size: int, name: str) -> dict[str, Any]:
