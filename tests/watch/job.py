@@ -1,11 +1,16 @@
+# ruff: noqa: E402
 """A job of two ranks, as a user would write it; the argument is what is wrong with it.
 
 Without torchrun it forks its ranks, so that they share one import of torch.
 """
 
+import importlib
 import os
 import socket
 import sys
+
+PRELOADED = "torch" in sys.modules
+"""A fork of a process that has imported torch, see preloaded.py: no sitecustomize ran here."""
 
 import torch
 import torch._dynamo  # optimizers import it
@@ -15,6 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 kind = sys.argv[1]
+if PRELOADED:
+    sys.path.insert(0, os.environ["PYTHONPATH"].split(os.pathsep)[0])
+    importlib.import_module("gcbench_recorder").attach(dist)
 if "RANK" not in os.environ:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

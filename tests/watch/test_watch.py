@@ -29,7 +29,13 @@ def document(done) -> dict:
     return json.loads(done.out)
 
 
-def watched(kind: str, *flags: object, launcher: Sequence[object] = (sys.executable,)):
+@pytest.fixture
+def python(programs):
+    """A Python that has imported torch already; the recorder is attached by the job itself."""
+    return [programs.folder / "python"]
+
+
+def watched(kind: str, *flags: object, launcher: Sequence[object]):
     """Return the result of the command, and its rows by (collective, dtype)."""
     done = invoke("watch", "--check-every", 2, *flags, "--json", "--", *launcher, JOB, kind)
     rows = {}
@@ -51,8 +57,8 @@ def test_a_plain_ddp_job():
     assert "plain done" not in done.out
 
 
-def test_a_job_with_torchs_hook_and_another_expectation():
-    done, rows = watched("fp16", "--expect", "bf16")
+def test_a_job_with_torchs_hook_and_another_expectation(python):
+    done, rows = watched("fp16", "--expect", "bf16", launcher=python)
     assert done.code == 1
     assert rows["all_reduce", "float16"]["bytes"] == 2 * PARAMETERS
     (fault,) = [line for line in document(done)["answer"] if line.startswith("UNEXPECTED DTYPE")]
@@ -61,10 +67,10 @@ def test_a_job_with_torchs_hook_and_another_expectation():
 
 
 @pytest.mark.parametrize("kind", ["int8", "ring"])
-def test_a_job_with_our_hook(kind):
+def test_a_job_with_our_hook(kind, python):
     """By ring it also compares its mean with a plain one at every second step, in fp32."""
     flags = ("--expect", f"uint8/{1.02 * PARAMETERS:.0f}") if kind == "int8" else ()
-    done, rows = watched(kind, *flags)
+    done, rows = watched(kind, *flags, launcher=python)
     assert done.code == 0, document(done)["answer"]
     codes = sum(row["sent"] for (_, dtype), row in rows.items() if dtype == "uint8")
     assert PARAMETERS < codes < 1.03 * PARAMETERS
@@ -73,8 +79,8 @@ def test_a_job_with_our_hook(kind):
     assert "`send` of unknown time" in document(done)["answer"][0]
 
 
-def test_a_hook_on_a_model_that_does_not_train():
-    done, rows = watched("rewrapped")
+def test_a_hook_on_a_model_that_does_not_train(python):
+    done, rows = watched("rewrapped", launcher=python)
     assert done.code == 1
     assert rows["all_reduce", "float32"]["bytes"] == 4 * PARAMETERS
     assert any("HOOK NOT USED: gcbench.comm_hook(" in line for line in document(done)["answer"])
@@ -88,9 +94,9 @@ def test_bytes_above_the_expected_ones():
     assert watch.unexpected(settings.model_copy(update={"expect": "/910"}), rows) == []
 
 
-def test_ranks_that_differ_from_one_step_on():
+def test_ranks_that_differ_from_one_step_on(python):
     """Results of collectives are equal; only the parameters differ, after step 4 of 7."""
-    done, _ = watched("differ")
+    done, _ = watched("differ", launcher=python)
     assert done.code == 1
     (fault,) = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
     assert "parameters after step 4: ranks [1]" in fault
@@ -111,7 +117,7 @@ def test_results_that_differ_are_named():
 
 
 def test_a_job_that_fails_or_sends_nothing():
-    failed, _ = watched("fail")
+    failed, _ = watched("fail", launcher=[sys.executable])
     assert failed.code == 1
     assert "ended with exit code 1" in failed.err
     silent = invoke("watch", "--", sys.executable, "-c", "print('nothing')")
