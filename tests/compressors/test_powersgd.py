@@ -244,24 +244,6 @@ def test_a_normal_q_keeps_its_share_in_the_mean(shape, rank):
     assert float(error.square().sum()) == pytest.approx(k - rank, abs=1e-4)
 
 
-def test_residuals_telescope():
-    """e_i <- g_i + e_i - M': what was applied is the sum of mean gradients less the mean e_i."""
-    powersgd, segments, workers = method(rank=1), Segments.of(SHAPES), 3
-    state = powersgd.initial_state(Context(segments, key=Key(1, 0, 0)))
-    residuals = [torch.zeros(segments.numel) for _ in range(workers)]
-    settings = applied = torch.zeros(segments.numel, dtype=torch.float64)
-    for step in range(20):
-        gradients = [normal(segments.numel, seed=step * workers + i) for i in range(workers)]
-        xs = [g + e for g, e in zip(gradients, residuals, strict=True)]
-        out, state = exchange(powersgd, xs, segments, state)
-        residuals = [x - out for x in xs]
-        settings = settings + sum(g.double() for g in gradients) / workers
-        applied = applied + out.double()
-    mean = sum(e.double() for e in residuals) / workers
-    torch.testing.assert_close(applied + mean, settings, rtol=0, atol=1e-4)
-    assert float(mean.norm()) > 1
-
-
 def test_warm_start_survives_zeros():
     """After a gradient of zeros the next one is met as from fresh draws, not with a Q of zeros."""
     powersgd, segments = method(), Segments.of([(40, 30)])

@@ -471,29 +471,6 @@ def test_extreme_values(norm, coding):
     assert float(pieces[3].double().mean()) == pytest.approx(3.4e38, rel=0.05)
 
 
-def test_workers_draw_independently():
-    """The mean of 8 workers has 1/8 of the variance; with one stream for all it keeps it whole.
-
-    The squared error of the mean is at most q^2, so the sum's sd is below q sqrt(V / 8): 5 sd.
-    """
-    method, workers = qsgd(granularity="tensor"), 8
-    x = normal(200_000, 21)
-    segments = one(len(x))
-    variance = float(method.claims.variance(x, Context(segments, NOTHING)).sum())
-    q = float(x.abs().max()) / 7
-
-    def error(ranks):
-        payloads = [
-            codec.encode(method, x, Context(segments, NOTHING, Key(15, 0, rank))) for rank in ranks
-        ]
-        return float(
-            (codec.mean(method, payloads, Context(segments, NOTHING)) - x).double().square().sum()
-        )
-
-    assert abs(error(range(workers)) - variance / workers) < 5 * q * math.sqrt(variance / workers)
-    assert abs(error([0] * workers) - variance) < 5 * q * math.sqrt(variance)
-
-
 @pytest.mark.parametrize("levels", [1, 7])
 def test_blocks_change_nothing(levels, monkeypatch):
     """Blocks of 1024 instead of a million give the same codes, with cuts inside of segments."""

@@ -238,27 +238,6 @@ def test_scaler_sharing_raises_the_variance():
     assert errors[0] < errors[1] < errors[2]
 
 
-def test_workers_draw_independently():
-    """The mean of N workers with the same gradient has 1/N of the variance; one stream has all."""
-    method = gcbench.get_compressor("terngrad")
-    x, workers = normal(100_000, 6), 8
-    segments = one(len(x))
-    shared = codec.prepare(method, x, Context(segments)).statistic
-    f = method.claims.target(x, Context(segments, shared)).double()
-
-    def error(ranks):
-        payloads = [
-            codec.encode(method, x, Context(segments, shared, Key(6, 0, rank))) for rank in ranks
-        ]
-        return float(
-            (codec.mean(method, payloads, Context(segments, shared)).double() - f).square().sum()
-        )
-
-    alone = error([0])
-    assert error(range(workers)) == pytest.approx(alone / workers, rel=0.03)
-    assert error([0] * workers) == pytest.approx(alone, rel=1e-4)
-
-
 def test_c_sigma_scale_is_the_authors_code():
     """s = c sigma, P = min(1, |g| / s) on the unclipped gradient: all beyond s become +-s."""
     method = gcbench.get_compressor("terngrad", scale="c-sigma", clip=1.0)
