@@ -73,27 +73,15 @@ def sample(calls: Iterable[Call], every: int) -> list[Call]:
     return selected
 
 
-def on_cuda(family: str) -> bool:
-    """Return whether an operation of these cases has CUDA kernels."""
-    families = {name.partition(".")[0] for name in cuda.KERNELS}
-    with ops.using("reference"):
-        return any(call.op.partition(".")[0] in families for call in FAMILIES[family].cases(33))
-
-
-ON_CUDA = [*product(filter(on_cuda, FAMILIES), kernel_cases.SIZES)]
-OTHERS = [pair for pair in product(FAMILIES, kernel_cases.SIZES) if pair not in ON_CUDA]
-
-
 @pytest.fixture(
     scope="module",
-    params=[*ON_CUDA, *OTHERS],
+    params=list(product(FAMILIES, kernel_cases.SIZES)),
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def defined(request) -> tuple[int, list[tuple[Call, Any]]]:
     """A size, and a family's calls of that size, each with what its definition makes of it.
 
-    One at a time: pytest runs the tests of a value one after the other, on whatever backend. Those
-    with CUDA kernels are first, so that they have the same number in both tests.
+    One at a time: pytest runs the tests of a value one after the other, on whatever backend.
     """
     family, size = request.param
     with threads(1):
@@ -106,21 +94,23 @@ def defined(request) -> tuple[int, list[tuple[Call, Any]]]:
 def test_the_definition_is_met(defined):
     size, calls = defined
     numbers = (1, 2) if size >= kernel_cases.SHARED_FROM else (1,)
-    isas = native.isas()
-    for place, isa in enumerate(isas):
+    for isa, number in product(native.isas(), numbers):
         with ops.using("cpu"), native.using_isa(isa):
-            for i, (call, want) in enumerate(calls):
-                # One thread and two in turn: what one instruction set does with one, the next
-                # does with two.
-                turn = (place + i) % len(numbers)
-                for number in numbers if len(isas) == 1 else (numbers[turn],):
-                    received = outcome(call, number)
-                    assert received == want, f"{call}: {isa}, {number} thread(s), n = {size}"
+            for call, want in calls:
+                received = outcome(call, number)
+                assert received == want, f"{call}: {isa}, {number} thread(s), n = {size}"
+
+
+def on_cuda(family: str) -> bool:
+    """Return whether an operation of these cases has CUDA kernels."""
+    families = {name.partition(".")[0] for name in cuda.KERNELS}
+    with ops.using("reference"):
+        return any(call.op.partition(".")[0] in families for call in FAMILIES[family].cases(33))
 
 
 @pytest.mark.parametrize(
     "defined",
-    ON_CUDA,
+    [(family, size) for family in FAMILIES if on_cuda(family) for size in kernel_cases.SIZES],
     indirect=True,
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
