@@ -22,65 +22,95 @@ inline VecF exchanged(VecF v, std::integer_sequence<int, LANE...>) {
 #endif
 }
 
-template <int H, int... LANE>
-inline VecI negated(std::integer_sequence<int, LANE...>) {
-  return VecI{(LANE & H ? INT32_MIN : 0)...};
+// a + b s of lanes that are 1 or -1 in s: a product without rounding, so one instruction may do both.
+inline VecF add_signed(VecF a, VecF b, VecF s) {
+#if defined(__AVX512F__)
+  return (VecF)_mm512_fmadd_ps((__m512)b, (__m512)s, (__m512)a);
+#elif defined(__FMA__)
+  return (VecF)_mm256_fmadd_ps((__m256)b, (__m256)s, (__m256)a);
+#else
+  return a + (VecF)((VecI)b ^ ((VecI)s & INT32_MIN));
+#endif
 }
 
 // The butterflies of lanes H apart, and of those 2 H, 4 H ... apart.
-template <int H>
-inline VecF in_vector(VecF v) {
+template <int H, int... LANE>
+inline VecF in_vector(VecF v, std::integer_sequence<int, LANE...> lanes) {
   if constexpr (H < WIDTH) {
-    constexpr auto lanes = std::make_integer_sequence<int, WIDTH>();
-    return in_vector<2 * H>(exchanged<H>(v, lanes) + (VecF)((VecI)v ^ negated<H>(lanes)));
+    return in_vector<2 * H>(add_signed(exchanged<H>(v, lanes), v, VecF{(LANE & H ? -1.0f : 1.0f)...}), lanes);
   } else {
     return v;
   }
 }
 
-// The butterflies h apart of 2 h elements.
-inline void level(float* x, int64_t h) {
-  GC_SIMD for (int64_t j = 0; j < h; ++j) {
-    const float a = x[j], b = x[j + h];
-    x[j] = a + b;
-    x[j + h] = a - b;
+// The butterflies of R vectors: those 1, 2 ... R / 2 vectors apart.
+template <int R>
+inline void between_vectors(VecF (&v)[R]) {
+  GC_UNROLL
+  for (int k = 0; k < R / 2 * __builtin_ctz(R); ++k) {
+    const int h = 1 << k / (R / 2), low = k % (R / 2), i = low / h * 2 * h + low % h;
+    const VecF a = v[i], b = v[i + h];
+    v[i] = a + b;
+    v[i + h] = a - b;
   }
 }
 
-// The butterflies h apart and those 2 h apart of 4 h elements, which are read and written once.
-inline void two_levels(float* x, int64_t h) {
-  GC_SIMD for (int64_t j = 0; j < h; ++j) {
-    const float a = x[j], b = x[j + h], c = x[j + 2 * h], d = x[j + 3 * h];
-    const float sum = a + b, difference = a - b, more = c + d, other = c - d;
-    x[j] = sum + more;
-    x[j + h] = difference + other;
-    x[j + 2 * h] = sum - more;
-    x[j + 3 * h] = difference - other;
+// The butterflies h, 2 h ... R h / 2 apart of all d elements, from h on while R h <= d; h is at least WIDTH.
+template <int R>
+inline int64_t levels(float* x, int64_t h, int64_t d) {
+  for (; R * h <= d; h *= R) {
+    GC_ROLLED for (int64_t start = 0; start < d; start += R * h) {
+      GC_ROLLED for (float* at = x + start; at < x + start + h; at += WIDTH) {
+        VecF v[R];
+        GC_UNROLL
+        for (int r = 0; r < R; ++r) v[r] = load_vector<VecF>(at + r * h);
+        between_vectors(v);
+        GC_UNROLL
+        for (int r = 0; r < R; ++r) memcpy(at + r * h, v + r, sizeof *v);
+      }
+    }
+  }
+  return h;
+}
+
+// The butterflies up to R WIDTH / 2 apart of the elements of x times `factor`; d is a multiple of R WIDTH.
+template <int R>
+inline void first_levels(const float* x, int64_t d, float factor, float* out) {
+  GC_ROLLED for (int64_t i = 0; i < d; i += R * WIDTH) {
+    VecF v[R];
+    GC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      v[r] = in_vector<1>(load_vector<VecF>(x + i + r * WIDTH) * factor, std::make_integer_sequence<int, WIDTH>());
+    }
+    between_vectors(v);
+    GC_UNROLL
+    for (int r = 0; r < R; ++r) memcpy(out + i + r * WIDTH, v + r, sizeof *v);
   }
 }
 
 // out = the transform of the elements of x times `factor`, d a power of two. `out` may be x.
 inline void transform(const float* x, int64_t d, float factor, float* out) {
+  constexpr int R = 8;  // vectors that fit the registers
   if (d > LEAF) {
     transform(x, d / 2, factor, out);
     transform(x + d / 2, d / 2, factor, out + d / 2);
-    level(out, d / 2);
-    return;
-  }
-  int64_t h = 1;
-  if (d >= WIDTH) {
-    GC_ROLLED for (int64_t i = 0; i < d; i += WIDTH) {
-      const VecF v = in_vector<1>(load_vector<VecF>(x + i) * factor);
-      memcpy(out + i, &v, sizeof v);
-    }
-    h = WIDTH;
+    levels<2>(out, d / 2, d);
+  } else if (d >= WIDTH) {
+    const bool many = d >= R * WIDTH;
+    many ? first_levels<R>(x, d, factor, out) : first_levels<1>(x, d, factor, out);
+    levels<2>(out, levels<4>(out, levels<R>(out, many ? R * WIDTH : WIDTH, d), d), d);
   } else {
     for (int64_t i = 0; i < d; ++i) out[i] = x[i] * factor;
+    for (int64_t h = 1; h < d; h *= 2) {
+      for (int64_t start = 0; start < d; start += 2 * h) {
+        for (int64_t i = start; i < start + h; ++i) {
+          const float a = out[i], b = out[i + h];
+          out[i] = a + b;
+          out[i + h] = a - b;
+        }
+      }
+    }
   }
-  for (; 4 * h <= d; h *= 4) {
-    GC_ROLLED for (int64_t i = 0; i < d; i += 4 * h) two_levels(out + i, h);
-  }
-  if (h < d) level(out, h);
 }
 
 // out = H x of one segment: the binary digits of its length from the left, the largest first. `out` may be x.
