@@ -47,16 +47,17 @@ class Lossless(HalfPrecision):
     variants = ({}, {"granularity": 100})
 
     def encode(self, x: Tensor, ctx: Context) -> Parts:
-        return ops.lossless.encode(ops.half.encode(x, self.dtype), ctx.segments)
-
-    def _values(self, payload: Payload, ctx: Context) -> Tensor:
-        return ops.lossless.decode(payload.parts, ctx.segments, self.name)
+        return ops.lossless.encode(x, ctx.segments)
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
-        return ops.half.decode(self._values(payload, ctx), self.name, out=ctx.out)
+        code = payload.parts, ctx.segments, self.name, torch.float32
+        return ops.lossless.decode(*code, out=ctx.out)
 
     def mean(self, payloads: Sequence[Payload], ctx: Context) -> Tensor:
-        parts = [(self._values(payload, ctx), payload.count) for payload in payloads]
+        parts = [
+            (ops.lossless.decode(payload.parts, ctx.segments, self.name), payload.count)
+            for payload in payloads
+        ]
         return ops.half.mean(parts, self.name, out=ctx.out)
 
     def layout(self, segments: Segments, count: int = 1) -> None:

@@ -1,6 +1,8 @@
 // bfloat16 with coded exponents on the CPU: `gcbench.ops.lossless`. Exponents that follow in full have an order, so one
-// thread does all. Bytes per element: encoding reads 2 and writes 11 / 8, decoding the other way round.
+// thread does all. Bytes per element: encoding reads 2, or 4 of a float, and writes 11 / 8, decoding the other way round.
+#include "blocks.hpp"
 #include "called.hpp"
+#include "half.cuh"
 
 using namespace gc;
 
@@ -8,11 +10,16 @@ namespace {
 
 constexpr int BITS = 3;
 constexpr uint32_t ESCAPE = 7;
-enum Fault { NEGATIVE = 1, COUNT = 2, CLOSE = 3, NO_TOP = 4 };  // FAULTS of the operation
+enum Fault { NEGATIVE = 1, COUNT = 2, CLOSE = 3, NO_TOP = 4, NOT_FINITE = 5 };  // FAULTS of the operation
 
 inline uint32_t exponent_of(uint16_t value) { return value >> 7 & 0xffu; }
 
-// The largest exponent of n values.
+inline uint16_t code_of(uint16_t value) { return value; }
+inline uint16_t code_of(float value) { return (uint16_t)half_code<true>(value); }
+
+// The largest exponent of n values; that of floats is that of the largest, as rounding keeps their order.
+inline uint32_t largest_exponent(const float* values, int64_t n) { return exponent_of(code_of(largest(values, n))); }
+
 inline uint32_t largest_exponent(const uint16_t* values, int64_t n) {
   uint16_t top = 0;
 #pragma omp simd reduction(max : top)
@@ -37,26 +44,25 @@ inline void each_escape(const uint8_t* flags, int begin, int end, F f) {
   }
 }
 
-}  // namespace
-
-// Signs and fractions, packed codes, each segment's largest exponent, and the exponents that are escaped, for which
-// there is room for n. Returns the number of these.
-GC_API int64_t gc_lossless_split(const uint16_t* values, int64_t n, const int64_t* table, int64_t m, uint8_t* fractions,
-                                 uint32_t* words, uint8_t* tops, uint8_t* escaped) {
-  const Segments segments(table, m);
-  for (int64_t s = 0; s < m; ++s) {
-    const int64_t start = segments.offsets[s];
-    tops[s] = (uint8_t)largest_exponent(values + start, segments.offsets[s + 1] - start);
-  }
-  int64_t at = 0, total = 0;
+template <class T>
+int64_t split(const T* values, int64_t n, const Segments& segments, uint8_t* fractions, uint32_t* words, uint8_t* tops,
+              uint8_t* escaped) {
+  int64_t at = 0, total = 0, current = -1;
   GC_ALIGNED uint8_t codes[TILE];
   GC_ALIGNED uint8_t escapes[TILE];
+  GC_ALIGNED uint16_t part[TILE];
+  memset(tops, 0, (size_t)segments.count);
   for (int64_t start = 0; start < n; start += TILE) {
     const int count = (int)(n - start < TILE ? n - start : TILE);
-    const uint16_t* part = values + start;
     for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+      if (s != current) {
+        const int64_t from = segments.offsets[s];
+        tops[s] = (uint8_t)largest_exponent(values + from, segments.offsets[s + 1] - from);
+        current = s;
+      }
       const uint16_t top = tops[s];
       GC_SIMD for (int i = begin; i < end; ++i) {
+        part[i] = code_of(values[start + i]);
         const uint16_t below = (uint16_t)(top - (part[i] >> 7 & 0xffu));
         codes[i] = (uint8_t)(below < ESCAPE ? below : ESCAPE);
         escapes[i] = below >= ESCAPE;
@@ -68,16 +74,16 @@ GC_API int64_t gc_lossless_split(const uint16_t* values, int64_t n, const int64_
   }
   return total;
 }
-GC_CALLED(gc_lossless_split)
 
-// The values of these parts. Returns 0, or the first Fault.
-GC_API int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops,
-                                const uint8_t* escaped, int64_t total, int64_t n, const int64_t* table, int64_t m,
-                                uint16_t* out) {
-  const Segments segments(table, m);
+inline void put(uint16_t& out, uint32_t code) { out = (uint16_t)code; }
+inline void put(float& out, uint32_t code) { out = half_value<true>(code); }
+
+template <class T>
+int64_t join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops, const uint8_t* escaped, int64_t total,
+             int64_t n, const Segments& segments, T* out) {
   int64_t at = 0, used = 0, current = -1;
   bool reached = true, lost = false, close = false;
-  uint8_t negative = 0;
+  uint8_t negative = 0, infinite = 0;
   GC_ALIGNED uint8_t codes[TILE];
   GC_ALIGNED uint8_t escapes[TILE];
   GC_ALIGNED uint8_t exponents[TILE];
@@ -109,12 +115,35 @@ GC_API int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words,
         ++used;
       });
     });
-    GC_SIMD for (int i = 0; i < count; ++i) {
-      const uint16_t fraction = fractions[start + i], exponent = exponents[i];
-      out[start + i] = (uint16_t)((fraction & 0x80u) << 8 | exponent << 7 | (fraction & 0x7fu));
+#pragma omp simd reduction(| : infinite)
+    for (int i = 0; i < count; ++i) {
+      const uint32_t fraction = fractions[start + i], exponent = exponents[i];
+      infinite |= (uint8_t)(exponent == 0xffu);
+      put(out[start + i], (fraction & 0x80u) << 8 | exponent << 7 | (fraction & 0x7fu));
     }
   }
   lost |= !reached;
-  return negative ? NEGATIVE : used != total ? COUNT : close ? CLOSE : lost ? NO_TOP : 0;
+  return negative ? NEGATIVE : used != total ? COUNT : close ? CLOSE : lost ? NO_TOP : infinite && sizeof(T) == 4 ? NOT_FINITE : 0;
+}
+
+}  // namespace
+
+// Signs and fractions, packed codes, each segment's largest exponent, and the exponents that are escaped, for which
+// there is room for n. `values`: floats if `single`, else bfloat16. Returns the number of the escaped.
+GC_API int64_t gc_lossless_split(const void* values, int single, int64_t n, const int64_t* table, int64_t m,
+                                 uint8_t* fractions, uint32_t* words, uint8_t* tops, uint8_t* escaped) {
+  const Segments segments(table, m);
+  return single ? split((const float*)values, n, segments, fractions, words, tops, escaped)
+                : split((const uint16_t*)values, n, segments, fractions, words, tops, escaped);
+}
+GC_CALLED(gc_lossless_split)
+
+// The values of these parts, floats if `single`, else bfloat16. Returns 0, or the first Fault.
+GC_API int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops,
+                                const uint8_t* escaped, int64_t total, int single, int64_t n, const int64_t* table,
+                                int64_t m, void* out) {
+  const Segments segments(table, m);
+  return single ? join(fractions, words, tops, escaped, total, n, segments, (float*)out)
+                : join(fractions, words, tops, escaped, total, n, segments, (uint16_t*)out);
 }
 GC_CALLED(gc_lossless_join)

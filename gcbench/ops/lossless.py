@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gcbench.core.compressor import Segments
 from gcbench.core.errors import PayloadError
-from gcbench.ops import packing
+from gcbench.ops import half, packing
 from gcbench.ops.dispatch import operation, output, part, vector
 
 BITS = 3
@@ -21,6 +21,7 @@ FAULTS = {
     2: "not as many exponents as escapes",
     3: "an exponent is less than 7 below its segment's largest",
     4: "no element has its segment's largest exponent",
+    5: half.NOT_FINITE,
 }
 
 
@@ -37,13 +38,15 @@ def _per_element(values: Tensor, segments: Segments) -> Tensor:
 @operation()
 def _split(
     values: Tensor,
+    single: bool,
     segments: Segments,
     fractions: Tensor,
     words: Tensor,
     tops: Tensor,
     escaped: Tensor,
 ) -> int:
-    bits = values.view(torch.int16).int()
+    codes = half.encode(values, torch.bfloat16) if single else values
+    bits = codes.view(torch.int16).int()
     fractions.copy_((bits >> 8 & 0x80) | (bits & 0x7F))
     exponents = bits >> 7 & 0xFF
     for which, rows in segments.views(exponents):
@@ -58,17 +61,19 @@ def _split(
 def encode(values: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return signs and fractions, packed codes, largest exponents, escaped exponents.
 
-    `values`: bfloat16, shape (n,), of any bits. The parts are uint8, shape (n,), sign in the upper
-    bit; int32 words of 3-bit codes, largest exponent minus exponent, at most `ESCAPE`; uint8, shape
-    (m,); and uint8, the exponents of the elements whose code is `ESCAPE`, in order.
+    `values`: shape (n,), bfloat16 of any bits, or float32, rounded as by `half.encode`. The parts
+    are uint8, shape (n,), sign in the upper bit; int32 words of 3-bit codes, largest exponent minus
+    exponent, at most `ESCAPE`; uint8, shape (m,); and uint8, the exponents of the elements whose
+    code is `ESCAPE`, in order.
     """
     n = segments.numel
-    values = vector(values, torch.bfloat16, n, "values")
+    single = values.dtype is torch.float32
+    values = vector(values, torch.float32 if single else torch.bfloat16, n, "values")
     fractions = output(None, torch.uint8, n, values.device)
     words = output(None, torch.int32, packing.packed_words(n, BITS), values.device)
     tops = output(None, torch.uint8, len(segments), values.device)
     escaped = output(None, torch.uint8, n, values.device)
-    arguments = {"values": values, "segments": segments, "fractions": fractions}
+    arguments = {"values": values, "single": single, "segments": segments, "fractions": fractions}
     total = _split(values.device, **arguments, words=words, tops=tops, escaped=escaped)
     return fractions, words, tops, escaped[:total].clone()
 
@@ -79,6 +84,7 @@ def _join(
     words: Tensor,
     tops: Tensor,
     escaped: Tensor,
+    single: bool,
     segments: Segments,
     name: str,
     out: Tensor,
@@ -100,14 +106,26 @@ def _join(
     wide = fractions.int()
     bits = (wide & 0x80) << 8 | exponents << 7 | wide & 0x7F
     out.copy_(torch.where(bits > 0x7FFF, bits - 0x10000, bits).to(torch.int16).view(torch.bfloat16))
+    if single and not bool(out.isfinite().all()):
+        raise _fault(5, arguments)
 
 
-def decode(parts: Sequence[Tensor], segments: Segments, name: str) -> Tensor:
-    """Return the bfloat16 values, shape (n,), of the parts that `encode` returns.
+def decode(
+    parts: Sequence[Tensor],
+    segments: Segments,
+    name: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the values, shape (n,), of the parts that `encode` returns.
+
+    `dtype`: bfloat16, or float32 for the same values. `out`: the output tensor, undefined after an
+    error.
 
     Raises:
-        PayloadError: wrong dtype or shape, or no values have these parts. The message starts with
-            `name`.
+        PayloadError: wrong dtype or shape, no values have these parts, or a float32 is not finite.
+            The message starts with `name`.
     """
     if len(parts) != 4:
         raise PayloadError(f"{name}: payload has {len(parts)} parts: expected 4")
@@ -116,7 +134,8 @@ def decode(parts: Sequence[Tensor], segments: Segments, name: str) -> Tensor:
     words = part(parts[1], torch.int32, packing.packed_words(n, BITS), f"{name}: codes")
     tops = part(parts[2], torch.uint8, m, f"{name}: largest exponents")
     escaped = part(parts[3], torch.uint8, parts[3].numel(), f"{name}: escaped exponents")
-    out = output(None, torch.bfloat16, n, fractions.device)
+    out = output(out, dtype, n, fractions.device)
     arguments = {"fractions": fractions, "words": words, "tops": tops, "escaped": escaped}
-    _join(out.device, **arguments, segments=segments, name=name, out=out)
+    single = dtype is torch.float32
+    _join(out.device, **arguments, single=single, segments=segments, name=name, out=out)
     return out

@@ -68,8 +68,10 @@ ROWS = {
         "gc_level_mean words norms counts #words workers bits exact levels n table m out threads"
     ),
     "levels.norms": "gc_level_norms x table m two levels out threads",
-    "lossless.join": "gc_lossless_join fractions words tops escaped #escaped n table m out",
-    "lossless.split": "gc_lossless_split values n table m fractions words tops escaped",
+    "lossless.join": (
+        "gc_lossless_join fractions words tops escaped #escaped single n table m out"
+    ),
+    "lossless.split": "gc_lossless_split values single n table m fractions words tops escaped",
     "lowrank.orthonormalize": "gc_lowrank_orthonormalize vectors r n collapsed out",
     "lowrank.product": "gc_lowrank_product left right rank rows columns out threads",
     "natural.encode": "gc_natural_encode x n key workers out threads",
