@@ -20,40 +20,39 @@ inline Key key_of(const int32_t* address) {
   return Key{seed, (uint64_t)address[3] << WORD_BITS | (uint32_t)address[2], 0, 0, 1};
 }
 
-// The draws of one segment after the other; bit j of a draw is the sign of rotation j.
+// Signs of elements of the bucket: tiles T = 4 k ... 4 k + 3 share the draws of tile k, and bit 2 (T % 4) + j of a draw
+// is the sign of rotation j.
 class Signs {
  public:
-  // `x`: the input that is read along with the draws, or null.
-  Signs(const Key& key, int64_t first_tile, const float* x) : draws_(key, first_tile), tile_(first_tile - 1), x_(x) {}
+  explicit Signs(const Key& key) : key_(key) {}
 
-  void of(int64_t start, int64_t stop, uint32_t* signs) {
-    for (int64_t i = start; i < stop;) {
-      while (tile_ < i / TILE) {
-        ++tile_;
-        current_ = draws_.tile(x_ ? x_ + tile_ * TILE : nullptr);
+  // out = x with the signs of rotation j; x has the elements from `start` on. `out` may be x.
+  void flip(const float* x, int64_t start, int64_t n, int j, float* out) {
+    for (int64_t done = 0; done < n;) {
+      const uint64_t at = key_.offset + start + done, tile = at / TILE;
+      const int first = at % TILE, count = (int)std::min<int64_t>(TILE - first, n - done);
+      const int which = tile / SHARING % 2, shift = 31 - 2 * (tile % SHARING) - j;
+      if (tile / SHARING != drawn_[which]) draw_tile(key_, drawn_[which] = tile / SHARING, draws_[which]);
+      const uint32_t* draws = draws_[which] + first;
+      GC_SIMD for (int i = 0; i < count; ++i) {
+        out[done + i] = float_of(bits_of(x[done + i]) ^ (draws[i] << shift & 0x80000000u));
       }
-      const int64_t end = (tile_ + 1) * TILE < stop ? (tile_ + 1) * TILE : stop;
-      memcpy(signs + (i - start), current_ + i % TILE, (end - i) * sizeof *signs);
-      i = end;
+      done += count;
     }
   }
 
  private:
-  Draws draws_;
-  int64_t tile_;
-  const float* x_;
-  const uint32_t* current_ = nullptr;
+  static constexpr int SHARING = 4;
+  GC_ALIGNED uint32_t draws_[2][TILE];  // of two tiles that follow, as a block may need both for each rotation
+  uint64_t drawn_[2] = {~(uint64_t)0, ~(uint64_t)0};
+  const Key& key_;
 };
 
-inline void flip(const float* x, const uint32_t* signs, int j, int64_t n, float* out) {
-  GC_SIMD for (int64_t i = 0; i < n; ++i) out[i] = float_of(bits_of(x[i]) ^ signs[i] >> j << 31);
-}
-
-// The sum of f(0) ... f(n - 1) in the order of `gcbench.ops.statistics._row_moments`; `tiles` has room for one value
-// per tile.
+// The sum of f(0) ... f(n - 1) in the order of `gcbench.ops.statistics._row_moments`, where that of a tile has the type
+// of f's values; `tiles` has room for one value per tile.
 template <class F>
 double ordered_sum(F f, int64_t n, double* tiles) {
-  GC_ALIGNED double v[TILE];
+  GC_ALIGNED decltype(f(n)) v[TILE];
   int64_t count = 0;
   for (int64_t start = 0; start < n; start += TILE) {
     if (n - start >= TILE) {
@@ -79,121 +78,89 @@ struct Room {
   static constexpr int64_t LINE = 16;
   std::unique_ptr<float[]> memory;
   std::unique_ptr<double[]> tiles;
-  float *z = nullptr, *nearest = nullptr;
-  uint32_t *signs = nullptr, *codes = nullptr;
+  float* z = nullptr;
+  uint32_t* codes = nullptr;
 
   explicit Room(int64_t longest) : tiles(new (std::nothrow) double[tiles_of(longest) + 1]) {
     const int64_t apart = (longest + LINE - 1) / LINE * LINE + 5 * LINE;
-    memory.reset(new (std::nothrow) float[4 * apart + TILE + LINE]);
+    memory.reset(new (std::nothrow) float[2 * apart + TILE + LINE]);
     if (!memory) return;
     z = memory.get() + (-(uintptr_t)memory.get() / sizeof(float)) % LINE;
-    nearest = z + apart;
-    signs = (uint32_t*)(nearest + apart);
-    codes = signs + apart;  // of one segment, and what is left of the tile before it
+    codes = (uint32_t*)(z + apart);  // of one segment, and what is left of the tile before it
   }
   explicit operator bool() const { return memory && tiles; }
 };
 
-// Elements of a table that fits a register.
-inline VecI look_up(VecI table, VecI index) {
+// Elements of a table of N.
+template <int N>
+inline VecF look_up(const float* table, VecI index) {
 #if defined(__AVX512F__)
-  return (VecI)_mm512_permutexvar_epi32((__m512i)index, (__m512i)table);
+  const __m512 first = _mm512_loadu_ps(table);
+  if constexpr (N <= WIDTH) return (VecF)_mm512_permutexvar_ps((__m512i)index, first);
+  return (VecF)_mm512_permutex2var_ps(first, (__m512i)index, _mm512_loadu_ps(table + WIDTH));
 #elif defined(__AVX2__)
-  return (VecI)_mm256_permutevar8x32_epi32((__m256i)table, (__m256i)index);
+  if constexpr (N > 2 * WIDTH) return (VecF)_mm256_i32gather_ps(table, (__m256i)index, 4);
+  const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)index);
+  if constexpr (N <= WIDTH) return (VecF)low;
+  const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + WIDTH), (__m256i)index);
+  return (VecF)_mm256_blendv_ps(low, high, (__m256)(index << 28));
 #else
-  VecI result;
-  for (int l = 0; l < WIDTH; ++l) result[l] = table[index[l] & (WIDTH - 1)];
+  VecF result;
+  for (int l = 0; l < WIDTH; ++l) result[l] = table[index[l]];
   return result;
 #endif
 }
 
+// Whole vectors are coded and decoded: up to WIDTH - 1 elements beyond the last.
 template <int BITS>
 struct Code {
-  static constexpr int WIDE = BITS, HALF = 1 << (BITS - 1);
-  float centroid[HALF];
-  int32_t edge[HALF];  // bits of what lies halfway between two
+  static constexpr int WIDE = BITS, SIZE = 1 << BITS, ROOM = SIZE + WIDTH;
+  float centroids[ROOM] = {}, edges[ROOM] = {};  // edges lie halfway between two centroids
 
   explicit Code(const float* positive) {
-    memcpy(centroid, positive, sizeof centroid);
-    for (int k = 0; k + 1 < HALF; ++k) edge[k] = (int32_t)bits_of((positive[k] + positive[k + 1]) / 2);
+    for (int k = 0; k < SIZE; ++k) centroids[k] = k < SIZE / 2 ? -positive[SIZE / 2 - 1 - k] : positive[k - SIZE / 2];
+    for (int k = 0; k + 1 < SIZE; ++k) edges[k] = (centroids[k] + centroids[k + 1]) / 2;
   }
 
-  // The nearest centroids of z * factor, which replaces z; of ties the lower.
-  void quantize(float* z, float factor, int64_t n, uint32_t* codes, float* nearest) const {
+  // Codes of the nearest centroids of y = z * factor, of ties the lower; y times its centroid replaces z. `reading`: see
+  // ask_lines.
+  void quantize(float* z, float factor, int64_t n, uint32_t* codes, const float* reading) const {
     const Code table = *this;  // which no store changes
-    int64_t i = 0;
-    if constexpr (HALF <= WIDTH) {
-      VecI edges = {}, centroids = {};
-      for (int e = 0; e < HALF; ++e) {
-        edges[e] = e + 1 < HALF ? edge[e] : 0;
-        centroids[e] = (int32_t)bits_of(centroid[e]);
-      }
-      GC_ROLLED for (; i + WIDTH <= n; i += WIDTH) {
-        const VecF y = load_vector<VecF>(z + i) * factor;
-        const VecI low = (VecI)y <= 0, size = ((VecI)y & 0x7fffffff) - low;
-        VecI k = {};
-        GC_UNROLL
-        for (int half = HALF / 2; half; half /= 2) k -= (size > look_up(edges, k + (half - 1))) * half;
-        const VecF c = (VecF)(look_up(centroids, k) ^ (low & INT32_MIN));
-        const VecI number = (k ^ low) + HALF;
-        memcpy(z + i, &y, sizeof y);
-        memcpy(codes + i, &number, sizeof number);
-        memcpy(nearest + i, &c, sizeof c);
-      }
-    }
-    GC_SIMD for (int64_t j = i; j < n; ++j) {
-      const float y = z[j] * factor;
-      const int32_t bits = (int32_t)bits_of(y), low = bits <= 0, size = (bits & 0x7fffffff) + low;
-      int32_t k = 0;
-      float c = table.centroid[0];
+    GC_ROLLED for (int64_t i = 0; i < n; i += WIDTH) {
+      ask_lines<1>(reading + i, 0);
+      const VecF y = load_vector<VecF>(z + i) * factor;
+      VecI k = {};
       GC_UNROLL
-      for (int e = 0; e + 1 < HALF; ++e) {
-        k += size > table.edge[e];
-        c = size > table.edge[e] ? table.centroid[e + 1] : c;
-      }
-      c = low ? -c : c;
-      z[j] = y;
-      codes[j] = (uint32_t)(low ? HALF - 1 - k : HALF + k);
-      nearest[j] = c;
+      for (int half = SIZE / 2; half; half /= 2) k = y > look_up<SIZE>(table.edges + half - 1, k) ? k + half : k;
+      const VecF product = look_up<SIZE>(table.centroids, k) * y;
+      memcpy(z + i, &product, sizeof product);
+      memcpy(codes + i, &k, sizeof k);
     }
   }
 
-  // The centroids of the codes of a tile.
-  void decode(const uint32_t* codes, float* values) const {
-    if constexpr (HALF <= WIDTH) {
-      VecI centroids = {};
-      for (int e = 0; e < HALF; ++e) centroids[e] = (int32_t)bits_of(centroid[e]);
-      GC_ROLLED for (int i = 0; i < TILE; i += WIDTH) {
-        const VecI k = load_vector<VecI>(codes + i) - HALF, low = k < 0;
-        const VecI c = look_up(centroids, k ^ low) ^ (low & INT32_MIN);
-        memcpy(values + i, &c, sizeof c);
-      }
-    } else {
-      const Code table = *this;
-      GC_SIMD for (int i = 0; i < TILE; ++i) values[i] = table.value(codes[i]);
+  // The centroids of codes times `scale`.
+  void decode(const uint32_t* codes, float scale, int64_t n, float* values) const {
+    const Code table = *this;
+    GC_ROLLED for (int64_t i = 0; i < n; i += WIDTH) {
+      const VecF c = look_up<SIZE>(table.centroids, load_vector<VecI>(codes + i)) * scale;
+      memcpy(values + i, &c, sizeof c);
     }
-  }
-
-  float value(uint32_t code) const {
-    const int32_t k = (int32_t)code - HALF, size = k < 0 ? -1 - k : k;
-    float c = centroid[0];
-    GC_UNROLL
-    for (int e = 1; e < HALF; ++e) c = size == e ? centroid[e] : c;
-    return k < 0 ? -c : c;
   }
 
   // Codes of the segment that z holds, and its scale.
-  float encode(float* z, int64_t n, double square, bool least, uint32_t* codes, float* nearest, double* tiles) const {
+  float encode(float* z, int64_t n, double square, bool least, uint32_t* codes, double* tiles, const float* reading) const {
     double factor = square > 0 ? std::sqrt((double)n / square) : 0;
     factor = factor > (double)FLOAT_MAX ? (double)FLOAT_MAX : factor;
-    quantize(z, (float)factor, n, codes, nearest);
-    const double along = ordered_sum([=](int64_t i) { return (double)(nearest[i] * z[i]); }, n, tiles);
-    const float* squared = least ? nearest : z;
-    const double size = ordered_sum([=](int64_t i) { return (double)squared[i] * squared[i]; }, n, tiles);
-    const double exact = square > 0 ? (least ? along / size : size / along) / factor : 0;
-    const float scale = (float)(exact > (double)FLOAT_MAX ? (double)FLOAT_MAX : exact);
+    quantize(z, (float)factor, n, codes, reading);
+    const double along = ordered_sum([=](int64_t i) { return z[i]; }, n, tiles);
+    double exact = square * factor / along;
+    if (least) {
+      decode(codes, 1.0f, n, z);
+      exact = along / ordered_sum([=](int64_t i) { return (double)z[i] * z[i]; }, n, tiles) / factor;
+    }
+    const float scale = (float)(!(square > 0) ? 0.0 : exact > (double)FLOAT_MAX ? (double)FLOAT_MAX : exact);
     if (!(scale < TINY)) return scale;
-    for (int64_t i = 0; i < n; ++i) codes[i] = HALF - 1;
+    for (int64_t i = 0; i < n; ++i) codes[i] = SIZE / 2 - 1;
     return 0;
   }
 };
@@ -241,7 +208,7 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
     with_code(bits, positive, [&](const auto& code) {
       constexpr int B = std::decay_t<decltype(code)>::WIDE;
       int64_t s = segments.holding(first * TILE), base = segments.offsets[s], done = base;
-      Signs signs(key, done / TILE, x);
+      Signs signs(key);
       for (int64_t start = first * TILE; start < last * TILE && start < n; start += TILE) {
         const int count = (int)(n - start < TILE ? n - start : TILE);
         for (; done < start + count; ++s) {
@@ -250,18 +217,16 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
             base = start;
           }
           const int64_t length = segments.offsets[s + 1] - done;
-          signs.of(done, done + length, room.signs);
           double square = 0;
           for (bool clean : {false, true}) {
             for (int j = 0; j < rotations; ++j) {
-              flip(j ? room.z : x + done, room.signs, j, length, room.z);
+              signs.flip(j ? room.z : x + done, done, length, j, room.z);
               (clean ? rotate : rotate_any)(room.z, length, room.z);
             }
             square = ordered_sum([&](int64_t i) { return (double)room.z[i] * room.z[i]; }, length, room.tiles.get());
             if (square < INFINITE) break;  // else there is NaN or infinity, maybe since an earlier rotation
           }
-          const float scale = code.encode(room.z, length, square, least, room.codes + (done - base), room.nearest,
-                                          room.tiles.get());
+          const float scale = code.encode(room.z, length, square, least, room.codes + (done - base), room.tiles.get(), x + done);
           if (length && done >= first * TILE) scales[s] = scale;
           done += length;
         }
@@ -297,11 +262,10 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
       return;
     }
     with_code(bits, positive, [&](const auto code) {
-      GC_ALIGNED uint32_t codes[TILE] = {};
-      GC_ALIGNED float values[TILE];
+      GC_ALIGNED uint32_t codes[TILE + WIDTH] = {};
       int64_t unpacked = -1;  // the tile whose codes these are
       const uint32_t zero = (1u << (bits - 1)) - 1;
-      Signs signs(key, segments.offsets[from] / TILE, nullptr);
+      Signs signs(key);
       uint32_t any = 0;
       for (int64_t s = from; s < to; ++s) {
         const int64_t start = segments.offsets[s], stop = segments.offsets[s + 1], length = stop - start;
@@ -312,22 +276,19 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
             const int count = (int)(n - first < TILE ? n - first : TILE);
             constexpr int B = std::decay_t<decltype(code)>::WIDE;
             unpack_tile<B>(words + tile * B * LANES, count, [&](int k, uint32_t c) { codes[k] = c; });
-            code.decode(codes, values);
             unpacked = tile;
           }
           const int begin = (int)(i - first), end = (int)std::min<int64_t>(stop - first, TILE);
           if (scale == 0) {
             for (int k = begin; k < end; ++k) any |= codes[k] ^ zero;
           }
-          float* part = room.z + (i - start) - begin;
-          GC_SIMD for (int k = begin; k < end; ++k) part[k] = values[k] * scale;
+          code.decode(codes + begin, scale, end - begin, room.z + (i - start));
           i = first + end;
         }
-        signs.of(start, stop, room.signs);
         const bool large = scale > FLOAT_MAX / 8 / (float)(length + 1);  // sums may be beyond float32
         for (int j = rotations; j-- > 0;) {
           (large ? rotate : rotate_any)(room.z, length, room.z);
-          flip(room.z, room.signs, j, length, room.z);
+          signs.flip(room.z, start, length, j, room.z);
         }
         for (int64_t i = 0; i < length; i += TILE) {
           write_tile(out + start + i, room.z + i, (int)std::min<int64_t>(length - i, TILE), stream);

@@ -532,7 +532,8 @@ static inline void with_bits(int bits, F f) {
 // ---- sums in a fixed order --------------------------------------------------------------------------------------
 
 // Halve `width` (a power of two) values until one is left: i + width / 2 is added to i, two levels at a time.
-static inline double halve(double* v, int width) {
+template <class T>
+static inline T halve(T* v, int width) {
   for (; width >= 32; width /= 4) {
     const int q = width / 4;
     GC_SIMD for (int i = 0; i < q; ++i) v[i] = (v[i] + v[i + 2 * q]) + (v[i + q] + v[i + 3 * q]);

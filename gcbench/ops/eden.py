@@ -1,8 +1,13 @@
 """Random rotations of segments, and their elements as the nearest centroids of N(0, 1).
 
-The rotation is R times H D: D multiplies by random signs, H is the orthonormal Walsh-Hadamard
-transform of `gcbench.ops.hadamard`. A sign is a function of an address that is sent, a 48-bit seed
-and the offset in the bucket, and of the element's index.
+The rotation is R times H D, with R = 1 or 2: D multiplies by random signs, H is the orthonormal
+Walsh-Hadamard transform of `gcbench.ops.hadamard`. A sign is a function of an address that is sent,
+a 48-bit seed and the offset in the bucket, and of the element's index.
+
+Four tiles of 1024 elements share the draws of one tile. Element e of the bucket is in tile
+T = e // 1024; its sign for rotation j = 0, 1 is bit 2 (T % 4) + j of the draw at place e % 1024 of
+tile T // 4. Only the lowest 8 bits of a draw are used: adjacent rows share the others
+(`gcbench.ops.random`).
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench.core.compressor import Key, Segments
+from gcbench.core.compressor import TILE, Key, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import hadamard, packing, random, statistics
 from gcbench.ops.dispatch import operation, output, part, vector
@@ -37,6 +42,9 @@ POSITIVE = (
 values that are nearest to it (test_eden.py)."""
 MAX_BITS = len(POSITIVE)
 SCALES = ("unbiased", "least")
+ROTATIONS = 2
+SHARING = 4
+"""Tiles that share the draws of one; 2 bits of a draw for each."""
 WORD_BITS = 24
 MASK = (1 << WORD_BITS) - 1
 FAULTS = {
@@ -62,9 +70,17 @@ def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
 
 def _signs(address: Tensor, n: int) -> Tensor:
     """Return an integer for each element, whose bit j has the sign of rotation j."""
-    seed, more, offset, far = (int(word) for word in address.tolist())
-    key = Key(more << WORD_BITS | seed, 0, 0, offset=far << WORD_BITS | offset)
-    return random.draws24(key, n, address.device)
+    seed, more, low, high = (int(word) for word in address.tolist())
+    offset = high << WORD_BITS | low
+    first, last = offset // TILE, (offset + max(n, 1) - 1) // TILE
+    start, stop = first // SHARING, last // SHARING + 1
+    key = Key(more << WORD_BITS | seed, 0, 0, offset=start * TILE)
+    draws = random.draws24(key, (stop - start) * TILE, address.device).view(-1, 1, TILE)
+    shifts = torch.arange(
+        0, ROTATIONS * SHARING, ROTATIONS, dtype=torch.int32, device=address.device
+    )
+    skip = offset - start * SHARING * TILE
+    return (draws >> shifts.view(1, SHARING, 1)).view(-1)[skip : skip + n]
 
 
 def _flip_(x: Tensor, signs: Tensor, j: int) -> Tensor:
@@ -105,8 +121,8 @@ def rotate(
     """Return H D_R ... H D_1 x of each segment, or the inverse of that, float32, shape (n,).
 
     `x`: float32, shape (n,). `address`: int32, shape (4,), as `encode`
-    returns it. `rotations`: R, at most 24. `out`: the output tensor, which may
-    be `x`.
+    returns it. `rotations`: R, 1 or 2. `out`: the output tensor, which may be
+    `x`.
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(out, torch.float32, segments.numel, x.device)
@@ -116,6 +132,17 @@ def rotate(
 
 
 # ---- codes ---------------------------------------------------------------------------------------
+
+
+def _sums(x: Tensor, segments: Segments) -> Tensor:
+    """Return the sum of each segment, float64, shape (m,); the sums of tiles are in float32.
+
+    The order is that of `statistics.moments`.
+    """
+    sums = torch.zeros(len(segments), dtype=torch.float64, device=x.device)
+    for which, rows in segments.views(x):
+        sums[which] = statistics.row_sums(rows)
+    return sums
 
 
 @operation()
@@ -137,11 +164,12 @@ def _encode(
     z = scale_(r.clone(), factor.float(), segments)
     codes = torch.bucketize(z, (table[1:] + table[:-1]) / 2, out_int32=True)
     q = table[codes]
-    along = statistics.moments(q * z, segments)[0]
-    # <q, r> = <q, z> / factor, and ||r||^2 = ||z||^2 / factor^2, of which ||z||^2 is d.
-    size = statistics.moments(q, segments)[1]
-    ratio = along / size if least else statistics.moments(z, segments)[1] / along
-    scale = torch.where(square > 0, ratio / factor, 0.0).clamp_(max=FLOAT_MAX).float()
+    along = _sums(q.mul(z), segments)  # <q, r> times the factor
+    if least:
+        ratio = along / statistics.moments(q, segments)[1] / factor
+    else:
+        ratio = square * factor / along
+    scale = torch.where(square > 0, ratio, 0.0).clamp_(max=FLOAT_MAX).float()
     scale = torch.where(scale < TINY, 0.0, scale)
     for which, rows in segments.views(codes):
         rows.masked_fill_((scale[which] == 0).unsqueeze(1), (1 << bits - 1) - 1)

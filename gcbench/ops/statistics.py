@@ -91,6 +91,14 @@ def _row_moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (total.squeeze(1), square.squeeze(1)) if shape[1] else (total.sum(1), square.sum(1))
 
 
+def row_sums(rows: Tensor) -> Tensor:
+    """Return the sum of each row of float32, (m, n) -> float64 (m,).
+
+    The order is that of `_row_moments`; the sums of tiles are in float32.
+    """
+    return _row_moments(_halve(_padded(rows)))[0]
+
+
 @operation()
 def _moments(x: Tensor, segments: Segments, total: Tensor, square: Tensor) -> None:
     total.zero_()

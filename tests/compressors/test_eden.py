@@ -46,11 +46,15 @@ def test_the_centroids(bits):
 @pytest.mark.parametrize("bits", DISTORTION)
 @pytest.mark.parametrize("scale", ["least", "unbiased"])
 def test_the_error_of_normal_values_is_the_limit(bits, scale):
-    """In blocks of 1024, within 1 %; the error's own deviation is .3 % of it."""
+    """In blocks of 1024, within 1 %.
+
+    Normalizing finite blocks takes up to .5 % off (.49 % at 5 bits, 30 inputs with independent
+    signs). One coding deviates by .4 %, the mean of four by half of that.
+    """
     least = DISTORTION[bits]
     expected = least if scale == "least" else least / (1 - least)
     method = gcbench.get_compressor("eden", bits=bits, scale=scale)
-    assert nmse(method, normal(N)) == pytest.approx(expected, rel=0.01)
+    assert nmse(method, normal(N), 4) == pytest.approx(expected, rel=0.01)
 
 
 UNIFORM = torch.rand(N, generator=torch.Generator().manual_seed(1)).clamp(1e-7, 1 - 1e-7)
@@ -167,17 +171,21 @@ def test_payloads_that_no_encoder_sends_are_refused(number, index, value):
 
 @pytest.mark.parametrize("rotations", [1, 2])
 def test_the_rotation_by_its_definition(rotations):
-    """H D_R ... H D_1 x in float64, with the bits of each element's draw as signs."""
-    n, offset = 256, 5
+    """H D_R ... H D_1 x in float64, with two bits of a draw for each of four tiles as signs."""
+    n, offset = (
+        256,
+        4 * 1024 + 1900,
+    )  # the segment lies in tiles 5 and 6, which share the draws of 1
     address = torch.tensor([7, 1, offset, 0], dtype=torch.int32)
-    draws = gcbench.ops.random.draws24(Key(1 << 24 | 7, 0, 0, offset), n)
+    draws = gcbench.ops.random.draws24(Key(1 << 24 | 7, 0, 0, 1024), 1024)
+    bits = [draws[e % 1024] >> 2 * (e // 1024 % 4) for e in range(offset, offset + n)]
     h = torch.ones(1, 1, dtype=torch.float64)
     while len(h) < n:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     x = normal(n, 3)
     expected = x.double()
     for j in range(rotations):
-        signs = 1 - 2 * (draws >> j & 1).double()
+        signs = 1 - 2 * (torch.stack(bits) >> j & 1).double()
         expected = h @ (signs * expected) / math.sqrt(n)
     segments = Segments.of([(n,)], n)
     rotated = eden.rotate(x, address, rotations, segments)
