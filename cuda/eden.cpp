@@ -20,8 +20,8 @@ inline Key key_of(const int32_t* address) {
   return Key{seed, (uint64_t)address[3] << WORD_BITS | (uint32_t)address[2], 0, 0, 1};
 }
 
-// Signs of elements of the bucket: tiles T = 4 k ... 4 k + 3 share the draws of tile k, and bit 2 (T % 4) + j of a draw
-// is the sign of rotation j.
+// Signs of the bucket's elements. Tiles T = 4 k ... 4 k + 3 share the draws of tile k; bit 2 (T % 4) + j of a draw is
+// the sign of rotation j.
 class Signs {
  public:
   explicit Signs(const Key& key) : key_(key) {}
@@ -122,8 +122,8 @@ struct Code {
     for (int k = 0; k + 1 < SIZE; ++k) edges[k] = (centroids[k] + centroids[k + 1]) / 2;
   }
 
-  // Codes of the nearest centroids of y = z * factor, of ties the lower; y times its centroid replaces z. `reading`: see
-  // ask_lines.
+  // Codes of the nearest centroids of y = z * factor, of ties the lower; y times its centroid replaces z. `reading`:
+  // the input at the same place; what lies two tiles ahead is prefetched.
   void quantize(float* z, float factor, int64_t n, uint32_t* codes, const float* reading) const {
     const Code table = *this;  // which no store changes
     GC_ROLLED for (int64_t i = 0; i < n; i += WIDTH) {
@@ -148,7 +148,8 @@ struct Code {
   }
 
   // Codes of the segment that z holds, and its scale.
-  float encode(float* z, int64_t n, double square, bool least, uint32_t* codes, double* tiles, const float* reading) const {
+  float encode(float* z, int64_t n, double square, bool least, uint32_t* codes, double* tiles,
+               const float* reading) const {
     double factor = square > 0 ? std::sqrt((double)n / square) : 0;
     factor = factor > (double)FLOAT_MAX ? (double)FLOAT_MAX : factor;
     quantize(z, (float)factor, n, codes, reading);
@@ -226,7 +227,8 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
             square = ordered_sum([&](int64_t i) { return (double)room.z[i] * room.z[i]; }, length, room.tiles.get());
             if (square < INFINITE) break;  // else there is NaN or infinity, maybe since an earlier rotation
           }
-          const float scale = code.encode(room.z, length, square, least, room.codes + (done - base), room.tiles.get(), x + done);
+          const float scale = code.encode(room.z, length, square, least, room.codes + (done - base),
+                                          room.tiles.get(), x + done);
           if (length && done >= first * TILE) scales[s] = scale;
           done += length;
         }

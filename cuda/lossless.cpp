@@ -1,5 +1,5 @@
 // bfloat16 with coded exponents on the CPU: `gcbench.ops.lossless`. Exponents that follow in full have an order, so one
-// thread does all. Bytes per element: encoding reads 2, or 4 of a float, and writes 11 / 8, decoding the other way round.
+// thread does all. Bytes per element: encoding reads 2, or 4 of a float, and writes 11 / 8; decoding the other way.
 #include "blocks.hpp"
 #include "called.hpp"
 #include "half.cuh"
@@ -79,8 +79,8 @@ inline void put(uint16_t& out, uint32_t code) { out = (uint16_t)code; }
 inline void put(float& out, uint32_t code) { out = half_value<true>(code); }
 
 template <class T>
-int64_t join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops, const uint8_t* escaped, int64_t total,
-             int64_t n, const Segments& segments, T* out) {
+int64_t join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops, const uint8_t* escaped,
+             int64_t total, int64_t n, const Segments& segments, T* out) {
   int64_t at = 0, used = 0, current = -1;
   bool reached = true, lost = false, close = false;
   uint8_t negative = 0, infinite = 0;
@@ -123,7 +123,8 @@ int64_t join(const uint8_t* fractions, const uint32_t* words, const uint8_t* top
     }
   }
   lost |= !reached;
-  return negative ? NEGATIVE : used != total ? COUNT : close ? CLOSE : lost ? NO_TOP : infinite && sizeof(T) == 4 ? NOT_FINITE : 0;
+  if (negative || used != total) return negative ? NEGATIVE : COUNT;
+  return close ? CLOSE : lost ? NO_TOP : infinite && sizeof(T) == sizeof(float) ? NOT_FINITE : 0;
 }
 
 }  // namespace
