@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gcbench.checks import calls, inputs, memory_steps, oracle
 from gcbench.checks.outcome import Measurement, NotDeclaredError
-from gcbench.core import exchange, memory, registry
+from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import (
     Compressor,
@@ -74,15 +74,32 @@ def rule_steps(
     resume: bool = False,
     rates: Sequence[float] = (1.0,),
 ) -> Iterator[Tensor]:
-    """Yield the updates that a method's memory and update rule compute from these gradients.
+    """Yield the updates that a method's memory and update rule compute, see `steps_of`."""
+    carried, rule = memory.of(method), method.rule
+    return steps_of(carried, rule, code, steps, shapes, resume=resume, rates=rates)
+
+
+def steps_of(
+    carried: memory.Memory,
+    rule: UpdateRule,
+    code: Compressor,
+    steps: Sequence[Sequence[Tensor]],
+    shapes: inputs.Shapes,
+    *,
+    resume: bool = False,
+    rates: Sequence[float] = (1.0,),
+) -> Iterator[Tensor]:
+    """Yield the updates that a memory and an update rule compute from these gradients.
 
     The first `WARM_UP` steps are fp32; then `code` encodes. `resume`: one step later a new exchange
-    continues from copies of all buffers, as after a checkpoint, and the old one runs on with other
-    gradients, which must not change the new one. `rates`: the learning rates, repeated.
+    continues from copies of all buffers, as after a checkpoint. Before that, a run of all steps
+    overwrites what may be stored by step and rank, and the old exchange runs on with other
+    gradients; neither must change the new one. `rates`: the learning rates, repeated.
     """
-    carried, collective = memory.of(method), code.legal_collectives()[0]
-    exact = exchange.lane_of(shapes, 0, method, collective, carried, exact=True)
-    lossy = Lane(code, collective, 0, calls.segments_of(code, shapes), carried, rule=method.rule)
+    none, collective = registry.compressor("none"), code.legal_collectives()[0]
+    whole = calls.segments_of(none, shapes)
+    exact = Lane(none, "allreduce", 0, whole, carried.dense(), rule=rule.dense())
+    lossy = Lane(code, collective, 0, calls.segments_of(code, shapes), carried, rule=rule)
 
     def make(step: int) -> Exchange:
         world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
@@ -96,11 +113,14 @@ def rule_steps(
             current.change([lossy])
         yield current.mean(list(xs), step, rates[step % len(rates)]).clone()
         if resume and step == WARM_UP:
+            others = [[-x for x in each] for each in steps]
             later = make(0)
             later.change([lossy])
             for worker in range(len(xs)):
                 later.load_state_dict(current.state_dict(worker), worker)
-            current.mean([-x for x in xs], step + 1)
+            current.mean(others[step], step + 1)
+            for _ in steps_of(carried, rule, code, others, shapes):
+                pass
             current = later
 
 
@@ -164,12 +184,13 @@ def exact_mean(
     """Return the workers' integers of a family that `method` transmits exactly, and their mean.
 
     All float32, shape (n,). For a vote the mean is the majority's sign, and NaN at ties, where
-    nothing is promised. In a ring one worker has integers and the others have zeros, because
-    partial sums of several need not be values that the method transmits exactly.
+    nothing is promised. In a ring of two, both have the same integers, whose sum is twice as large.
+    In longer rings one worker has integers and the others have zeros, because partial sums of
+    several need not be values that the method transmits exactly.
     """
     alike = reencodes(method, collective) or family.startswith("rank")
     xs = [inputs.EXACT[family](segments, 0 if alike else rank) for rank in range(workers)]
-    if collective == "ring":
+    if collective == "ring" and workers != 2:
         xs = [x if rank == workers // 2 else torch.zeros_like(x) for rank, x in enumerate(xs)]
     total = torch.stack(xs).sum(0)
     if method.claims.aggregate == "vote":
@@ -219,10 +240,11 @@ def collectives(method: Compressor) -> Measurement:
 def settled(method: Compressor) -> Measurement:
     """After 50 steps with the same gradient the error is within `Claims.settled_error`.
 
-    The gradient's matrices have singular values that halve.
+    The gradient's matrices, two of one shape, have singular values that halve.
     """
-    shapes = [(24, 36), (33,), (12, 3, 3, 3)]
-    segments, x = calls.segments_of(method, shapes), inputs.normal(24 * 36 + 33 + 12 * 27, 5)
+    shapes = [(24, 36), (33,), (12, 3, 3, 3), (24, 36)]
+    segments = calls.segments_of(method, shapes)
+    x = inputs.normal(segments.numel, 5)
     for start, shape in segments.tensors:
         if len(shape) > 1:
             place = slice(start, start + math.prod(shape))
@@ -339,11 +361,10 @@ def updates(method: Compressor) -> Measurement:
 
     Before that, results on large inputs are compared with those on short ones.
     """
-    if method.rule.plain:
-        raise NotDeclaredError("any optimizer applies the mean")
-    running = memory_steps.Steps(memory.of(method), method.rule, method)
-    if fault := next(memory_steps.faults(running), ""):
-        return Measurement(fault, "the same as on short inputs", False)
+    if not method.rule.plain:
+        running = memory_steps.Steps(memory.of(method), method.rule, method)
+        if fault := next(memory_steps.faults(running), ""):
+            return Measurement(fault, "the same as on short inputs", False)
     done = 0
     for shapes, steps, workers, exponent, rates in RULE_CASES:
         n = sum(map(math.prod, shapes))

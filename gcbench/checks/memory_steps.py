@@ -140,10 +140,14 @@ def measure(steps: Steps) -> Facts:
     def same(*places: Place) -> bool:
         return all(alike(steps.run(*short, place), plain) for place in places)
 
-    eighth = steps.run([g / 8 for g in short[0]], short[1])
+    # Far apart, as a memory may clip by intent.
+    small = [steps.run([g * 2.0**-k for g in short[0]], short[1]) for k in (3, 20)]
     degrees: list[int] = []
-    for small, large in zip(eighth, plain, strict=True):
-        degrees += [d for d in (1, 0, 2) if alike([small * 8.0**d], [large])][:1]
+    for one, other, large in zip(*small, plain, strict=True):
+        want = [large, large]
+        degrees += [
+            d for d in (1, 0, 2) if alike([one * 2.0 ** (3 * d), other * 2.0 ** (20 * d)], want)
+        ][:1]
     split = ((TILE,), (TILE // 2, 2), (40,))
     return Facts(
         pieces=alike(steps.pieces(*short, TILE), plain),
