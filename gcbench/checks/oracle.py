@@ -185,7 +185,7 @@ def _unbiased(
             return
         # A code whose levels are g apart has a variance of at most |t| g.
         gap = 2 * float(e.abs().max()) if len(e) else 0.0
-        _along(t, e, t.abs() * gap, 1.0, function)
+        _along(t, e, t.abs() * gap, 1.0, function, exact=False)
         return
     sure = v <= 1e-12 * t.square()
     exact = torch.where(sure, target, torch.nan)
@@ -204,10 +204,13 @@ def _unbiased(
     _along(t, e, v, 1.0 if claims.two_levels else None, function)
 
 
-def _along(t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str) -> None:
+def _along(
+    t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str, *, exact: bool = True
+) -> None:
     """Hold the sum of w e with w = t / (t^2 + v) to Bernstein's bound, in each stretch.
 
-    For a code of two levels |w e| <= 1. Otherwise the largest one observed is taken.
+    For a code of two levels |w e| <= 1. Otherwise the largest one observed is taken. In long
+    stretches the same holds for w^2 (e^2 - v), unless v is not `exact` but a bound.
     """
     both = t.square() + v
     live = both > 0
@@ -215,16 +218,31 @@ def _along(t: Tensor, e: Tensor, v: Tensor, most: float | None, function: str) -
     errors, spread = w * e, w.square() * v
     for name, part, var in _stretches(errors, spread):
         reach = max(most or 0.0, float(part.abs().max()) if most is None and len(part) else 0.0)
-        rows = part[: len(part) // 64 * 64].view(64, -1).sum(1) if len(part) >= ROWS_FROM else None
-        scatter = max(float(var.sum()), 64 * float(rows.var()) if rows is not None else 0.0)
-        limit = bernstein(scatter, reach, UNLIKELY) + 1e-5 * len(part)
-        total = float(part.sum())
+        total, limit = float(part.sum()), _by_chance(part, float(var.sum()), reach)
         if abs(total) > limit:
             raise FaultError(
                 function,
                 f"not unbiased in {name} of {len(t):,} elements: sum of weighted errors "
                 f"{total:.4g}, at most {limit:.4g} by chance",
             )
+        if not exact or len(part) < ROWS_FROM:
+            continue
+        squares, reach = part.square(), max(1.0, reach) ** 2
+        total = float((squares - var).sum())
+        limit = _by_chance(squares, reach * float(var.sum()), reach)
+        if abs(total) > limit:
+            raise FaultError(
+                function,
+                f"the variance is not the declared one in {name} of {len(t):,} elements: weighted "
+                f"squares are off by {total:.4g}, at most {limit:.4g} by chance",
+            )
+
+
+def _by_chance(part: Tensor, variance: float, reach: float) -> float:
+    """Return what the sum of these errors stays below, of this variance and largest magnitude."""
+    rows = part[: len(part) // 64 * 64].view(64, -1).sum(1) if len(part) >= ROWS_FROM else None
+    scatter = max(variance, 64 * float(rows.var()) if rows is not None else 0.0)
+    return bernstein(scatter, reach, UNLIKELY) + 1e-5 * len(part)
 
 
 ROWS_FROM = 640

@@ -37,7 +37,7 @@ from wrong_methods import (
 
 from compressors.demo import dct
 from gcbench import ops
-from gcbench.checks import calls, cases, exchanges, inputs, properties
+from gcbench.checks import calls, cases, exchanges, inputs, processes, properties
 from gcbench.checks.adversary import Search
 from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
@@ -915,6 +915,114 @@ class HiddenMomentum(NONE):
 
 SHORT = cases.Effort(every=6, long=0, many=0, million=0, steps=4, thin=20)
 LONG = SHORT._replace(every=200, long=1)
+
+
+class ClippedLevels(Levels):
+    """Clips at four times the rms, claims to be unbiased for x, and declares no variance."""
+
+    claims = Unbiased
+
+    def encode(self, x, ctx):
+        squares = ops.statistics.moments(x, ctx.segments)[1]
+        lengths = torch.tensor(ctx.segments.lengths).clamp(min=1)
+        limit = 4 * spread((squares / lengths).sqrt().float(), ctx.segments)
+        return super().encode(torch.minimum(torch.maximum(x, -limit), limit), ctx)
+
+
+class NearestTail(Levels):
+    """Rounds what is left behind blocks of 128 elements to the nearest level."""
+
+    claims = Unbiased
+
+    def encode(self, x, ctx):
+        scale = self.scales(x, ctx.segments)
+        draws = self.draws(ctx.key, len(x))
+        for start, length in zip(ctx.segments.offsets, ctx.segments.lengths, strict=False):
+            if length > 128:
+                draws[start + length // 128 * 128 : start + length] = 0.5
+        return self.codes(x, spread(scale, ctx.segments), draws), scale
+
+
+class RingSigns(Compressor):
+    """Sends signs without a scale, in which a partial sum of a ring has no place."""
+
+    collectives = ("allgather", "ring")
+
+    class claims(Claims):
+        exact_for = ("signs",)
+
+    def encode(self, x, ctx):
+        return x.sign().to(torch.int8)
+
+    def decode(self, payload, ctx):
+        return payload.parts[0].float()
+
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+class EvenCrews(QSGD):
+    """The noise of an odd number of workers is independent."""
+
+    def __init__(self):
+        super().__init__(noise="correlated")
+
+    def encode(self, x, ctx):
+        return (QSGD() if ctx.workers % 2 else QSGD(noise="correlated")).encode(x, ctx)
+
+
+class FirstOmegaClaims(LevelsClaims):
+    def omega(self, segments):
+        return segments.lengths[0] / (4 * TOP**2)
+
+
+class FirstOmega(Levels):
+    """Declares a relative variance for the length of the first tensor of a bucket."""
+
+    claims = FirstOmegaClaims
+
+
+class CoinOfTwo(SIGN):
+    """Tied votes of more than two workers are plus."""
+
+    def __init__(self):
+        super().__init__(ties="coin")
+
+    def merge(self, payloads, ctx):
+        few = sum(payload.count for payload in payloads) == 2
+        return super().merge(payloads, ctx) if few else SIGN().merge(payloads, ctx)
+
+
+class SharedFactors(POWER):
+    """Matrices of one shape share a Q, that of the last of them."""
+
+    def following(self, p, q, ctx):
+        last = {one.shape: one for one in super().following(p, q, ctx)}
+        return [last[one.shape] for one in q]
+
+
+class AddedSeeds(Levels):
+    """Adds 1000 times the rank to the seed."""
+
+    def draws(self, key, n):
+        return super().draws(key._replace(seed=key.seed + 1000 * key.rank, rank=0), n)
+
+
+class OtherMomentumClaims(type(INT8().claims)):
+    def uncompressed(self, gradients, warm_up):
+        momentum = torch.zeros(())
+        for gradient in gradients:
+            momentum = torch.lerp(momentum, gradient, 0.2)
+            yield momentum
+
+
+class OtherMomentum(INT8):
+    """The momentum of its memory is not that of the claimed optimizer; the rule is the default."""
+
+    claims = OtherMomentumClaims
+    memory = "momentum"
+
+
 SEARCHED = {
     ForgetfulNone: SHORT,
     ForgetfulTern: SHORT,
@@ -1004,6 +1112,15 @@ WRONG = {
     OnlyDelta: "contraction",
     RatedAdam: "update rule",
     HiddenMomentum: "checkpoint",
+    ClippedLevels: "unbiased",
+    NearestTail: "unbiased",
+    RingSigns: "exact small integers",
+    EvenCrews: "correlated noise",
+    FirstOmega: "variance",
+    CoinOfTwo: "fair ties",
+    SharedFactors: "same gradient again",
+    AddedSeeds: "independent noise",
+    OtherMomentum: "update rule",
 }
 """Methods that the list of properties must refuse, and the property that fails."""
 
@@ -1019,6 +1136,30 @@ def test_a_property_refuses_a_wrong_method(cls):
     outcome = properties.run(cls(), WRONG[cls])
     assert outcome.verdict == "fails"
     assert "Error" not in outcome.note, "found by what it does, and not by an exception"
+
+
+class FirstNorms(UpdateRule):
+    """Divides by the norm that the first tensor of the process had."""
+
+    norms: ClassVar[list] = []
+
+    def update(self, mean, ctx):
+        self.norms.append(mean.norm())
+        return mean / self.norms[0]
+
+
+class FirstNormed(NONE):
+    @property
+    def rule(self):
+        return FirstNorms()
+
+
+def test_what_a_process_saw_first_must_not_matter():
+    """The checks run in this process before the exchanges that are compared with other ones."""
+    there = processes.digests(FirstNormed())
+    FirstNorms.norms.clear()
+    assert properties.run(FirstNormed(), "buffers").verdict == "holds"
+    assert processes.compared(processes.digests(FirstNormed()), there).verdict == "fails"
 
 
 BASES = [STOCHASTIC, Levels, SharedLevels, Blocks]
