@@ -244,7 +244,7 @@ class Calls:
         summands = [next(each) for each in running]
         for _ in range(len(method.layout(segments) or ()) - 1):
             mean = torch.stack(summands).sum(0).div_(len(xs))
-            summands = [each.send(mean.clone()) for each in running]
+            summands = [each.send(mean) for each in running]  # all receive one tensor
         mean = torch.stack(summands).sum(0).div_(len(xs))
         results = []
         for each, part in list(zip(running, outs, strict=True))[:FINISHED]:

@@ -253,7 +253,7 @@ def short_shapes(group: int) -> Mapping[str, Shapes]:
         "mixed": MIXED,
         "304 tensors": MODEL,
         "4096 and one": ((4097,),),
-        "matrices": ((64, 48), (48,), (24, 5, 3, 3), (24,)),
+        "matrices": ((64, 48), (48,), (24, 5, 3, 3), (24,), (1, 40), (40, 1), (0, 4)),
     }
 
 

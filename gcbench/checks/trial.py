@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gcbench import ops
 from gcbench.checks import inputs, oracle
 from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case
@@ -49,7 +50,10 @@ class Trial:
         exponents = [math.frexp(factor)[1] - 1 for factor in factors]
         calls.scale = case.scale + min(exponents), case.scale + max(exponents)
         calls.workers, calls.lr = case.workers, case.lr
+        copies = [x.clone() for x in self.xs]
         self.shared = calls.shared(self.xs, self.segments, case.key())
+        for x, copy in zip(self.xs, copies, strict=True):
+            same_bits("prepare", x, copy, "x before the call")
         self.lent: list[tuple[Tensor, int]] = []
         """Larger buffers whose middle was lent as an output buffer, and the size of that part."""
         self.payloads: list[Payload] = []
@@ -137,7 +141,6 @@ class Trial:
             again = calls.encode(view, segments, shared, key, prepared=prepared, out=slots)
             what = "of x in a tensor of its own, without `out` and `prepared`, it"
             same_bits("encode", again.to_bytes(), sent, what)
-        same_bits("encode", x, before, "x before the call")
         result = calls.decode(payload, segments, shared, rank=key.rank)
         decoded = result.clone()
         if rank == 0:
@@ -162,6 +165,7 @@ class Trial:
             positions, values = calls.entries(x, segments, shared, key)
             dense[positions] = values
             same_bits("entries", dense + 0.0, decoded + 0.0, "decode(encode(x))")
+        same_bits("encode or entries", x, before, "x before the call")
         self.payloads.append(payload)
         self.decoded.append(decoded)
         self.bytes.append(sent)
@@ -189,6 +193,17 @@ class Trial:
         oracle.contraction(
             self.calls, x, self.segments, self.shared, errors, random=self.profile.random
         )
+        if not (self.profile.random or self.shared.numel()):
+            self.reduces(x, decoded)
+
+    def reduces(self, x: Tensor, decoded: Tensor) -> None:
+        """The error of a segment is below its energy, unless values are small for 16-bit floats."""
+        lost, size = (ops.statistics.moments(y, self.segments)[1] for y in (x - decoded, x))
+        tried = ops.statistics.absmax(x, self.segments) > 2.0**-10
+        wrong = (tried & ~(lost < size)).nonzero()
+        if len(wrong):
+            what = f"not contractive: segment {int(wrong[0]):,} loses {float(lost[wrong[0]]):.4g}"
+            raise FaultError("decode(encode(x))", f"{what} of {float(size[wrong[0]]):.4g}")
 
     def exact(self, x: Tensor, decoded: Tensor) -> None:
         """Compare with x what the method declares to transmit exactly."""
@@ -413,7 +428,7 @@ class Trial:
         what = f"in the bucket of {len(self.segments):,} segments, from {start:,} on, it"
         if self.method.claims.portable:
             try:
-                same_bits("decode(encode(x))", actual, want, what)
+                same_bits("decode(encode(x))", actual + 0.0, want + 0.0, what)
             except FaultError as fault:
                 raise FaultError(
                     fault.function, f"{fault.what}; blocks must start again at each segment"
@@ -488,18 +503,21 @@ class RoundsTrial:
         other, state = self._step(self.xs, self.case.dirty)
         same_bits("in_rounds", other, mean, "with a clean output buffer it")
         same_bits("in_rounds", state, final, "with a clean output buffer the state")
+        if n < 2000:
+            self._equal(self.xs[0])
         average = torch.stack([x.double() for x in self.xs]).mean(0).float()
         errors = [oracle.error_energy(average, mean)]
         if self.method.claims.contractive:
             state = self.calls.initial_state(self.segments, self.case.key())
             oracle.contraction(self.calls, average, self.segments, state, errors, random=True)
             self._later(average)
-        single, _ = self._step([average], 0xFF)
-        largest = torch.stack(self.xs).abs().amax() if n else torch.tensor(0.0)
-        room = torch.full((n,), 2e-3 * float(largest) + 2.0**-140, dtype=torch.float64)
-        if self.case.values == "signs" and len({id(x) for x in self.xs}) == 1:
-            oracle.near("in_rounds", mean, single, room, "one worker with the mean gradient")
         self.means = [mean, final]
+
+    def _equal(self, x: Tensor) -> None:
+        """Four workers with equal gradients apply what one does; sums of four are exact."""
+        (single, _), (mean, _) = (self._step([x] * count, 0xFF) for count in (1, 4))
+        room = 1e-5 * single.double().abs() + 2.0**-140
+        oracle.near("in_rounds", mean, single, room, "with one worker of the same gradient it")
 
     def _later(self, x: Tensor) -> None:
         """Hold the error to ||x||^2 also after a step with zero, tiny or huge gradients."""

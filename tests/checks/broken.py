@@ -11,11 +11,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from wrong_methods import INT8, ONEBIT, QSGD, SIGN, TERN, TOPK, Levels, spread
+from unusual import SharedRange
+from wrong_methods import (
+    INT8,
+    ONEBIT,
+    QSGD,
+    SIGN,
+    TERN,
+    TOP,
+    TOPK,
+    Levels,
+    LevelsClaims,
+    spread,
+)
 
 from gcbench import ops
+from gcbench.checks import inputs
 from gcbench.core import registry
-from gcbench.core.compressor import TILE, Compressor, Payload
+from gcbench.core.claims import Claims
+from gcbench.core.compressor import TILE, Compressor, Payload, check_finite
 
 NONE = type(registry.compressor("none"))
 FFT = type(registry.compressor("fft"))
@@ -896,13 +910,106 @@ class OnesForZeros(POWER):
         ]
 
 
+# ---- gradients that a call changes, and what never arrives ---------------------------------------
+
+
+class FlushingPrepare(Levels):
+    """Sets small elements of the gradient to zero before it is encoded."""
+
+    def prepare(self, x, ctx):
+        sizes = ops.statistics.absmax(x, ctx.segments)
+        x.masked_fill_(x.abs() < 0.01 * spread(sizes, ctx.segments), 0.0)
+        return super().prepare(x, ctx)
+
+
+class EnergyClaims(Claims):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        return float(x.double().square().sum())
+
+
+class EverySecond(Compressor):
+    """Odd elements of a tensor are never sent."""
+
+    claims = EnergyClaims
+
+    def mask(self, segments):
+        starts = inputs.per_segment(torch.tensor(segments.offsets[:-1]), segments)
+        return (torch.arange(segments.numel) - starts) % 2 == 0
+
+    def encode(self, x, ctx):
+        return x[self.mask(ctx.segments)]
+
+    def decode(self, payload, ctx):
+        values = check_finite(payload.parts[0])
+        mask = self.mask(ctx.segments)
+        return torch.zeros(ctx.segments.numel).masked_scatter_(mask, values)
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, int(self.mask(segments).sum())),)
+
+
+class ShortTotals(SharedRange):
+    """Adds 8-bit codes in 16 bits, which 259 workers may exceed."""
+
+    def mean(self, payloads, ctx):
+        total = torch.stack([payload.parts[0] for payload in payloads]).sum(0, dtype=torch.int16)
+        return (total.double() * self.steps(ctx) / len(payloads)).float()
+
+
+class HighVariance(Levels):
+    """Declares twice the variance of elements below the first level."""
+
+    class claims(LevelsClaims):
+        def variance(self, x, ctx):
+            top = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments)
+            variance = super().variance(x, ctx)
+            return torch.where(x.abs() * TOP < top, 2 * variance, variance)
+
+
+class SummedRounds(POWER):
+    """Applies the sum over the workers, and claims nothing."""
+
+    claims = Claims
+
+    def in_rounds(self, x, state, ctx):
+        mean, final = yield from super().in_rounds(x, state, ctx)
+        return mean * ctx.workers, final
+
+
+class NanRounds(POWER):
+    """Accepts means that are not finite in the rounds, and refuses them in `decode`."""
+
+    def in_rounds(self, x, state, ctx):
+        rounds = super().in_rounds(x, state, ctx)
+        first = yield next(rounds) + 0.0 * x.sum()
+        mean = yield rounds.send(first.nan_to_num())
+        try:
+            rounds.send(mean)
+        except StopIteration as end:
+            approximation, final = end.value
+        return approximation + 0.0 * first.sum(), final
+
+
+class ThinMatrices(POWER):
+    """Divides by the number of rows less one."""
+
+    def in_rounds(self, x, state, ctx):
+        mean, final = yield from super().in_rounds(x, state, ctx)
+        for start, shape in ctx.segments.tensors:
+            if len(shape) == 2 and shape[0] == 1:
+                mean[start : start + shape[1]] /= 0.0
+        return mean, final
+
+
 KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "several workers, long tensors": (
         *(LongMean, VeryLongMean, LongMerge, LongSum),
         *(CrowdedMean, CrowdedSegments, CrowdedVote, CrowdedSum),
     ),
     "long tensors": (LongFeedback, LongOut, LongLastOfOne, LongZeroGradient, LongNan, LongPeriod),
-    "many workers": (SixteenWorkers, FifteenPayloads),
+    "many workers": (SixteenWorkers, FifteenPayloads, ShortTotals),
     "many shards": (ManyShards, LateShard, CrowdedShards),
     "workers of different scale": (FirstScale, OwnLimit, SmallWorkers, HalfMean),
     "output buffers that were used": (DirtyZeros, DirtyMean, DirtySum, DirtyPayload, DirtyRounds),
@@ -918,7 +1025,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "residuals": (ClippedResidual, ZeroGradient, CoarseResidual),
     "gradients that are not finite": (NanScales, NanMean, InfiniteSum, NanFeedback),
     "functions of one collective": (LateEntries,),
-    "claims": (GenerousDelta,),
+    "claims": (GenerousDelta, HighVariance),
     "caches and the order of calls": (
         PlanByLength,
         PlanByNumber,
@@ -929,7 +1036,9 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         EveryCall,
     ),
     "results that later calls change": (ReusedDecode, ReusedMean),
-    "rounds": (LocalRounds, LocalResult, OnesForZeros),
+    "rounds": (*(LocalRounds, LocalResult, OnesForZeros, SummedRounds, NanRounds, ThinMatrices),),
+    "gradients that a call changes": (FlushingPrepare,),
+    "elements that never arrive": (EverySecond,),
     "the context of an exchange": (
         *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
         *(ChangesShared, SeedsNumpy),

@@ -63,7 +63,15 @@ EFFORTS = {
         )
     },
     broken.FifteenPayloads: FEW._replace(thin=4),
-    **{cls: SHORT for cls in (broken.LocalRounds, broken.LocalResult, broken.OnesForZeros)},
+    **{
+        cls: SHORT
+        for cls in (
+            *(broken.LocalRounds, broken.LocalResult, broken.OnesForZeros, broken.NanRounds),
+            *(broken.SummedRounds, broken.FlushingPrepare, broken.EverySecond),
+        )
+    },
+    broken.ShortTotals: FEW._replace(thin=1),
+    broken.ThinMatrices: SHORT._replace(every=8),
 }
 """Where the default for tests takes more than a second: what the fault is about, and less else."""
 
