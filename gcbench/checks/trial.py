@@ -197,9 +197,10 @@ class Trial:
             self.reduces(x, decoded)
 
     def reduces(self, x: Tensor, decoded: Tensor) -> None:
-        """The error of a segment is below its energy, unless values are small for 16-bit floats."""
+        """The error of a segment is below its energy, if 16-bit floats can represent it."""
         lost, size = (ops.statistics.moments(y, self.segments)[1] for y in (x - decoded, x))
-        tried = ops.statistics.absmax(x, self.segments) > 2.0**-10
+        largest = ops.statistics.absmax(x, self.segments)
+        tried = (largest > 2.0**-10) & (largest < 2.0**10)
         wrong = (tried & ~(lost < size)).nonzero()
         if len(wrong):
             what = f"not contractive: segment {int(wrong[0]):,} loses {float(lost[wrong[0]]):.4g}"
