@@ -405,6 +405,7 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
         verdict = VERDICTS[shown.judge(allowed)]
         row |= {"accuracy": shown.text(allowed), "accuracy_brief": shown.text(allowed)}
         row |= {"accuracy_from": shown.setting, "accuracy_task": shown.row.first.task}
+        row["without_momentum"] = shown.without_momentum and step.method.memory != "none"
         row["evidence"] = shown.row.first.task
         examples = None if prepared.batch is None else prepared.batch * workers
         row["distance"] = shown.distance(network.numel, examples, workers)
@@ -703,6 +704,8 @@ def _half_accuracy(settings: Settings, prepared: Prepared, gathered: Sequence[Ev
 def _basis_text(row: Row) -> str:
     """Return a method's accuracy runs, and their distance from the model, as text."""
     text = f"Accuracy: {row['accuracy']} ({row['accuracy_from']}); {row['distance']}."
+    if row.get("without_momentum"):
+        text += " Train without momentum, too: with it error feedback may lose more."
     return f"{text} Warning: {row['elsewhere']}." if _warns(row) else text
 
 

@@ -130,11 +130,19 @@ class Evidence:
         optimizer = config.get("optimizer") or ""
         if momentum := config.get("momentum"):
             optimizer += f" with momentum {momentum:g}"
+        elif self.without_momentum:
+            optimizer += " without momentum"
         return (
             f"{f'{network} on ' if network else ''}{first.task}, {size}{first.steps:,} steps of "
             f"{first.batch}, {first.workers} workers, {optimizer}{', ' * bool(optimizer)}"
             f"{self.seeds} seeds"
         )
+
+    @property
+    def without_momentum(self) -> bool:
+        """Whether plain SGD applied the updates, without the momentum that it could have."""
+        config = self.row.runs[0].config
+        return config.get("optimizer") == "sgd" and config.get("momentum") == 0
 
     def elsewhere(self, tolerance: Tolerance) -> str:
         """Return what the row shows about a model that reads other inputs, as text."""

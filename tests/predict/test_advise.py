@@ -147,6 +147,19 @@ def test_rows_of_evidence_have_task_budget_and_distance(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("name", "momentum"), [("topk", 0.0), ("topk", 0.9), ("terngrad", 0.0)])
+def test_what_was_trained_without_momentum_is_to_be_used_so(tmp_path, name, momentum) -> None:
+    """Only with error feedback; the optimizer of the runs is named in each case."""
+    fields = {"config": {"optimizer": "sgd", "momentum": momentum}}
+    runs = [*plain(**fields), *lost(name, [0.0] * 3, **fields)]
+    path = write(tmp_path / "r.parquet", runs)
+    result = advise(tmp_path, *SLOW, "--compressor", name, "--runs", path)
+    without = "sgd without momentum" if momentum == 0 else f"sgd with momentum {momentum:g}"
+    assert result["answer"][0].startswith(f"Try {name} by ")
+    assert without in result["answer"][1]
+    assert ("Train without momentum" in result["answer"][1]) == (name == "topk" and momentum == 0)
+
+
 def test_equal_means_lose_exactly_zero(tmp_path: Path) -> None:
     """.1, -.2 and .1 points, whose mean is 1e-17 as floats have it."""
     path = write(tmp_path / "r.parquet", [*plain(), *lost("terngrad", (0.001, -0.002, 0.001))])
