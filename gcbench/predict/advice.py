@@ -705,7 +705,7 @@ def _basis_text(row: Row) -> str:
     """Return a method's accuracy runs, and their distance from the model, as text."""
     text = f"Accuracy: {row['accuracy']} ({row['accuracy_from']}); {row['distance']}."
     if row.get("without_momentum"):
-        text += " Train without momentum, too: with it error feedback may lose more."
+        text += " Train without momentum, as these runs did: with it error feedback may lose more."
     return f"{text} Warning: {row['elsewhere']}." if _warns(row) else text
 
 

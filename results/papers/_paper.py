@@ -29,7 +29,7 @@ from gcbench.core.progress import Observer
 from gcbench.profile import histogram
 from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures, verdicts
-from gcbench.report.analysis import Analysis, Ledger, Row, Table, shown
+from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value, shown
 from gcbench.training import captures
 
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
@@ -136,6 +136,20 @@ def coded(method: Compressor, gradients: Gradients) -> Iterator[tuple[Tensor, Te
         ctx = ctx._replace(shared=shared)
         payload = codec.encode(method, x, ctx._replace(prepared=prepared))
         yield x, codec.decode(method, payload, ctx), payload.nbytes
+
+
+def error(x: Tensor, decoded: Tensor) -> float:
+    """Return ||x - x'|| / ||x||; NaN if x is zero, and infinity if x' is not finite."""
+    if not bool(decoded.isfinite().all()):
+        return math.inf
+    norm = float(x.double().norm())
+    return float((x.double() - decoded.double()).norm()) / norm if norm else math.nan
+
+
+def log_ratio(ours: Value, theirs: Value) -> float:
+    """Return the logarithm of the ratio of two errors; NaN unless both are positive and finite."""
+    a, b = number(ours), number(theirs)
+    return math.log(a / b) if 0 < a < math.inf and 0 < b < math.inf else math.nan
 
 
 # ---- judge and table -----------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from _paper import Columns, Trained, main, measured, plot, result, table, title, values
-from number_formats import error
+from _paper import Columns, Trained, error, main, measured, plot, result, table, title, values
 from pydantic import Field
 from torch import Tensor
 

@@ -27,7 +27,20 @@ from statistics import fmean
 from typing import Annotated
 
 import torch
-from _paper import Columns, Trained, main, measured, number, plot, result, table, title, values
+from _paper import (
+    Columns,
+    Trained,
+    error,
+    log_ratio,
+    main,
+    measured,
+    number,
+    plot,
+    result,
+    table,
+    title,
+    values,
+)
 from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
@@ -36,7 +49,7 @@ from gcbench.core.compressor import Segments
 from gcbench.core.progress import Observer
 from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures, verdicts
-from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value
+from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.report.rendering import records
 from gcbench.report.verdicts import Claim
 
@@ -148,14 +161,6 @@ def groups(bucket: Tensor, share: float) -> dict[str, Tensor]:
     }
 
 
-def error(x: Tensor, decoded: Tensor) -> float:
-    """Return ||x - x'|| / ||x||; NaN if x is zero, and infinity if x' is not finite."""
-    if not bool(decoded.isfinite().all()):
-        return math.inf
-    norm = float(x.double().norm())
-    return float((x.double() - decoded.double()).norm()) / norm if norm else math.nan
-
-
 def measure(gradients: Gradients, settings: Settings) -> list[Row]:
     """Return the errors at one step, means over the workers, by group, bits and format."""
     per_worker = [groups(bucket, settings.share) for bucket in gradients.buckets]
@@ -216,7 +221,7 @@ def judge(rows: Sequence[Row]) -> list[Row]:
     ):
         logs = [
             fmean(
-                _log_ratio(
+                log_ratio(
                     errors[seed, step, group, bits, ours], errors[seed, step, group, bits, rival]
                 )
                 for step in steps
@@ -242,11 +247,6 @@ def conclude(judged: Sequence[Row]) -> list[str]:
             f"{len(rows)} comparisons (by bits, with the given and the best mantissa)."
         )
     return sentences
-
-
-def _log_ratio(ours: Value, theirs: Value) -> float:
-    a, b = (math.nan if one is None else float(one) for one in (ours, theirs))
-    return math.log(a / b) if 0 < a < math.inf and 0 < b < math.inf else math.nan
 
 
 def _summary(rows: Sequence[Row], settings: Settings) -> Table:

@@ -350,25 +350,31 @@ def test_errors_and_their_distribution_by_hand():
     [(0.5, 0.01, "holds"), (2.0, 0.01, "does not hold"), (0.9, 0.5, "cannot tell")],
 )
 def test_verdicts_on_known_ratios(ratio, noise, verdict):
-    settings = fft_errors.Settings(ours=["fft"], rival=["qsgd"])
+    settings = fft_errors.Settings(method=["fft", "qsgd"])
     rows = [
         {"seed": seed, "step": step, "method": name, "error": error}
         for seed in range(3)
         for step in range(2)
         for name, error in (("fft", ratio * math.exp(noise * (seed - 1))), ("qsgd", 1.0))
     ]
-    (row,) = fft_errors.judge(rows, settings)
+    row = fft_errors.judge(rows, settings)
     assert row["verdict"] == verdict
     assert row["measured"] == pytest.approx(ratio)
 
 
 def test_the_script_of_errors(tmp_path):
     picture = tmp_path / "errors.png"
-    words = (*SHORT, "--rival", "qsgd:levels=3,bf16", "--plot", picture, "--results", tmp_path)
+    words = (*SHORT, "--method", "fft,bf16,qsgd:levels=3", "--plot", picture, "--results", tmp_path)
     done = script(fft_errors, *words, "--json").json
     tables = {table["name"]: table for table in done["tables"]}
-    verdicts = {(row["method"], row["rival"]): row["verdict"] for row in tables["claims"]["rows"]}
-    assert verdicts["fft", "bf16"] == "does not hold"
+    (claim,) = tables["claims"]["rows"]
+    assert claim["verdict"] == "does not hold"
+    first, *others = tables["ratios"]["rows"]
+    assert first["ratio"] == claim["measured"]
+    assert [(row["method"], row["other"]) for row in others] == [
+        *(("fft", "qsgd:levels=3"), ("bf16", "qsgd:levels=3")),
+    ]
+    assert others[0]["ratio"] == pytest.approx(first["ratio"] * others[1]["ratio"])
     bins = tables["distribution"]["rows"]
     assert sum(row["share"] for row in bins if row["method"] == "fft") == pytest.approx(1)
     assert picture.stat().st_size > 0
@@ -376,4 +382,4 @@ def test_the_script_of_errors(tmp_path):
 
 def test_an_unknown_codec_is_refused(tmp_path):
     with pytest.raises(UsageError, match="nonsense"):
-        fft_errors.run(fft_errors.Settings(rival=["nonsense"]), "", None, None)
+        fft_errors.run(fft_errors.Settings(method=["fft", "nonsense"]), "", None, None)
