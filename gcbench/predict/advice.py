@@ -225,9 +225,10 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     plan = _plan(settings, prepared, rows)
     observer.step(len(settings.compressors))
     title = prediction.title(settings, prepared, f"{workers} workers")
-    brief = [row for row in plan if row["option"] in (ALONE, BF16)]
-    brief += [row for row in plan if row["method"] and row["advice"] != NO_GAIN][:BRIEF]
-    brief += [row for row in plan if row["advice"] == CHANGES]
+    gaining = [row for row in plan if row["method"] and row["advice"] != NO_GAIN]
+    # the most important first: a long answer leaves room for two rows
+    brief = [*gaining[:1], *(row for row in plan if row["option"] in (BF16, ALONE))]
+    brief += [*gaining[1:BRIEF], *(row for row in plan if row["advice"] == CHANGES)]
     what = unit(prepared).capitalize()
     seen = _evidence_rows(settings, prepared, gathered.rows)
     return Analysis.of(

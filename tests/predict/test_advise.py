@@ -974,6 +974,17 @@ def test_workers_that_are_about_as_fast_as_one_cannot_be_ranked(tmp_path, both_s
     assert answer[0].startswith("Cannot tell whether 4 workers are faster than one")
 
 
+def test_a_long_answer_leaves_the_choice_in_the_table(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ("--model", "bert-large", "--cluster", "a100x1-10g", "--workers", 32)
+    where = ("--results", tmp_path, "--progress", "none")
+    lines = invoke("advise", *words, *where).out.splitlines()
+    choice = lines[0].removeprefix("Try ").partition(":")[0]
+    assert lines[0].startswith("Try ")
+    assert len(lines) <= 25
+    assert any(line.startswith(f"{choice}  ") for line in lines), lines
+
+
 def test_methods_must_gain_more_than_their_band(tmp_path: Path) -> None:
     """Steps of int8 took up to 1.12 times as long as predicted, of powersgd up to 2.06 times."""
     path = write(
@@ -993,7 +1004,7 @@ def test_methods_must_gain_more_than_their_band(tmp_path: Path) -> None:
     lines = invoke("advise", *words, *cluster, *where).out.splitlines()
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :]
     options = [line.partition("  ")[0] for line in table]
-    assert options[:3] == ["one worker", "bf16", "int8 by twoshot"], lines
+    assert options[:3] == ["int8 by twoshot", "one worker", "bf16"], lines
     assert 1.12 < rows["powersgd"]["gain"] < 2.06
     assert "to 106% (powersgd; 48 tests over gloo" in result["answer"][0]
     slower = ("--cluster-set", "inter.gbit=2", "--workers", 2)
