@@ -269,7 +269,7 @@ def omega_bits(k: int) -> int:
     return length
 
 
-def _write(form: Operation, codes: Tensor, levels: int, longest: int) -> Tensor:
+def _write(form: Operation[..., int], codes: Tensor, levels: int, longest: int) -> Tensor:
     """Return the words that the operation `form` writes: at most `longest` bits for each code."""
     if codes.is_floating_point() or codes.is_complex():
         raise ValueError(f"codes have dtype {codes.dtype}: expected integers")
@@ -278,7 +278,7 @@ def _write(form: Operation, codes: Tensor, levels: int, longest: int) -> Tensor:
         raise ValueError(f"{n} codes: expected fewer than {OMEGA_MAX}")
     room = (_HEADER + longest * n + 31) // 32 + 1  # kernels write a word before it is complete
     out = output(None, torch.int32, room, codes.device)
-    used: int = form(codes.device, codes=codes, n=n, levels=levels, out=out)
+    used: int = form(codes, n, levels, out)
     if used < 0:
         check_codes(codes, levels)
     return out.narrow_copy(0, 0, used)  # faster than slicing and cloning
@@ -357,12 +357,12 @@ def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
     return PayloadError(f"bit stream {reason}")
 
 
-def _read_all(form: Operation, words: Tensor, n: int, levels: int) -> Tensor:
+def _read_all(form: Operation[..., None], words: Tensor, n: int, levels: int) -> Tensor:
     check_stream(words)
     words = words.contiguous()
     codes = torch.zeros(n, dtype=torch.int32, device=words.device)
     info = torch.tensor([0, n])  # on the CPU: details of an error for `_fault`
-    form(words.device, words=words, n=n, levels=levels, codes=codes, info=info)
+    form(words, n, levels, codes, info)
     return codes
 
 

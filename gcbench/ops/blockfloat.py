@@ -174,9 +174,7 @@ def encode_mx(
     slots: Sequence[Tensor | None] = (None, None) if out is None else out
     words = output(slots[0], *code_words(n, element), x.device)
     scales = output(slots[1], torch.uint8, len(segments), x.device)
-    draws = {"stochastic": key is not None, "key": key or NO_DRAWS}
-    arguments = {"x": x, "bits": element.bits, "segments": segments, **draws}
-    _encode_mx(x.device, **arguments, words=words, scales=scales)
+    _encode_mx(x, element.bits, key is not None, key or NO_DRAWS, segments, words, scales)
     return words, scales
 
 
@@ -210,8 +208,7 @@ def decode_mx(
     words = part(parts[0], *code_words(n, element), f"{name}: codes")
     scales = part(parts[1], torch.uint8, len(segments), f"{name}: scales")
     out = output(out, torch.float32, n, words.device)
-    arguments = {"words": words, "scales": scales, "bits": element.bits, "segments": segments}
-    _decode_mx(words.device, **arguments, name=name, out=out)
+    _decode_mx(words, scales, element.bits, segments, name, out)
     return out
 
 
@@ -283,9 +280,7 @@ def encode_nv(
     words = output(slots[0], *code_words(n, E2M1), x.device)
     scales = output(slots[1], torch.uint8, block_count(segments), x.device)
     tops = output(slots[2], torch.float32, len(segments), x.device)
-    draws = {"stochastic": key is not None, "key": key or NO_DRAWS}
-    arguments = {"x": x, "segments": segments, **draws}
-    _encode_nv(x.device, **arguments, words=words, scales=scales, tops=tops)
+    _encode_nv(x, key is not None, key or NO_DRAWS, segments, words, scales, tops)
     return words, scales, tops
 
 
@@ -318,6 +313,5 @@ def decode_nv(
     scales = part(parts[1], torch.uint8, block_count(segments), f"{name}: scales")
     tops = part(parts[2], torch.float32, len(segments), f"{name}: largest magnitudes")
     out = output(out, torch.float32, n, words.device)
-    arguments = {"words": words, "scales": scales, "tops": tops, "segments": segments}
-    _decode_nv(words.device, **arguments, name=name, out=out)
+    _decode_nv(words, scales, tops, segments, name, out)
     return out

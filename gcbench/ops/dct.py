@@ -197,5 +197,5 @@ def _transformed(x: Tensor, chunks: Sequence[Chunks], inverse: bool, out: Tensor
         _multiplied(x, chunks, inverse, out)
         return out
     rows, matrices = _table(chunks, inverse)
-    (_inverse if inverse else _forward)(x.device, x=x, chunks=rows, matrices=matrices, out=out)
+    (_inverse if inverse else _forward)(x, rows, matrices, out)
     return out

@@ -4,8 +4,9 @@ A family of operations is a module of this package. An operation consists of two
 
 * the public function. It checks the arguments (`vector`, `part`), allocates the result unless the
   caller passes `out` (`output`), and calls the definition. All backends share it.
-* the definition in plain torch, an `Operation`. It receives the checked arguments by name and fills
-  the outputs. A backend may have a kernel for it, with the same arguments and the same bytes.
+* the definition in plain torch, an `Operation`. It receives the checked arguments and fills the
+  outputs. A backend may have a kernel for it, which receives the same arguments by name and writes
+  the same bytes.
 
 A kernel may return an error number, which the operation's `fault` turns into an exception. A GPU
 kernel writes the number to a flag in device memory (`Flag`). Reading a flag synchronizes the
@@ -17,10 +18,11 @@ Backends are imported by name (`HOMES`) when the first kernel is needed.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -100,7 +102,9 @@ UNRAISED = 2**31 - 1
 """The value of a flag without an error."""
 
 
-def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, Any]) -> None:
+def _raise_if_raised(
+    flag: Flag, operation: Operation[..., Any], arguments: Mapping[str, Any]
+) -> None:
     if flag.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # nothing can be read while a CUDA graph is captured
     number = int(flag.tensor)
@@ -108,23 +112,28 @@ def _raise_if_raised(flag: Flag, operation: Operation, arguments: Mapping[str, A
         operation.check(flag.number(number), arguments)
 
 
-class Operation:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Operation(Generic[P, R]):
     """The definition of an operation in plain torch, and the kernels that replace it.
 
-    Call it with the device of its tensors and with checked keyword arguments.
+    Call it as its definition, with checked arguments.
     """
 
-    def __init__(self, definition: Callable[..., Any], fault: Fault | None = None) -> None:
+    def __init__(self, definition: Callable[P, R], fault: Fault | None = None) -> None:
         family = definition.__module__.rpartition(".")[2]
         self.name = f"{family}.{definition.__name__.lstrip('_')}"
         self.definition, self.fault = definition, fault
+        self.parameters = tuple(inspect.signature(definition).parameters)
         self.serving: dict[str, Kernel] = {}
         """The kernels of the chosen backends, by type of device."""
         self.independent: set[Kernel] = set()
         """Those that cannot correlate the draws of several workers, `Key.workers`."""
 
-    def __call__(self, device: torch.device, /, **arguments: Any) -> Any:
-        """Run the kernel for this device, or the definition; return its result, a number or None.
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the kernel for the tensors' device, or the definition; return its result.
 
         Raises:
             ValueError: tensors are on different devices.
@@ -132,24 +141,33 @@ class Operation:
         """
         if _chosen is None:
             use("auto")
-        for name, value in arguments.items():
-            for tensor in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(tensor, Tensor) and tensor.device != device:
-                    raise ValueError(
-                        f"{self.name}: {name} is on {tensor.device}: expected {device}"
-                    )
-        kernel = self.serving.get(device.type)
+        arguments: dict[str, Any] = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        device = self._device(arguments)
+        kernel = self.serving.get(device.type) if device else None
         key = arguments.get("key")
         if kernel is None or (key is not None and key.workers > 1 and kernel in self.independent):
-            return self.definition(**arguments)
-        result = kernel(**arguments)
+            return self.definition(*args, **kwargs)
+        result: Any = kernel(**arguments)
         if isinstance(result, Flag):
             faults.look(partial(_raise_if_raised, result, self, arguments))
         elif self.fault is None:
-            return result
+            return cast("R", result)
         else:
             self.check(result, arguments)
-        return None
+        return cast("R", None)
+
+    def _device(self, arguments: Mapping[str, Any]) -> torch.device | None:
+        """Return the device of all tensors of the arguments; None if there are none."""
+        device: torch.device | None = None
+        for name, value in arguments.items():
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    device = device or tensor.device
+                    if tensor.device != device:
+                        raise ValueError(
+                            f"{self.name}: {name} is on {tensor.device}: expected {device}"
+                        )
+        return device
 
     def check(self, number: int | None, arguments: Mapping[str, Any]) -> None:
         """Raise the exception for an error number; 0 and None mean success."""
@@ -159,15 +177,11 @@ class Operation:
                 raise error
 
 
-OPERATIONS: dict[str, Operation] = {}
+OPERATIONS: dict[str, Operation[..., Any]] = {}
 """All operations that may have kernels, by `family.operation`."""
 
 
-class _Decorator(Protocol):
-    def __call__(self, definition: Callable[..., Any], /) -> Operation: ...
-
-
-def operation(fault: Fault | None = None) -> _Decorator:
+def operation(fault: Fault | None = None) -> Callable[[Callable[P, R]], Operation[P, R]]:
     """Return a decorator that turns a definition in plain torch into an `Operation`.
 
     Its name is `module.function`, without leading underscores. `fault`: see `Fault`.
@@ -176,7 +190,7 @@ def operation(fault: Fault | None = None) -> _Decorator:
         ValueError: an operation of this name exists.
     """
 
-    def make(definition: Callable[..., Any]) -> Operation:
+    def make(definition: Callable[P, R]) -> Operation[P, R]:
         op = Operation(definition, fault)
         if op.name in OPERATIONS:
             raise ValueError(f"operation {op.name} is defined twice")
@@ -198,7 +212,7 @@ def _home(backend: str) -> Any:
     return importlib.import_module(HOMES[backend])
 
 
-def _serve(op: Operation, chosen: Mapping[str, str]) -> None:
+def _serve(op: Operation[..., Any], chosen: Mapping[str, str]) -> None:
     op.serving.clear()
     op.independent.clear()
     for device, backend in chosen.items():

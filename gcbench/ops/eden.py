@@ -126,8 +126,7 @@ def rotate(
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(out, torch.float32, segments.numel, x.device)
-    arguments = {"x": x, "address": address, "rotations": rotations}
-    _rotate(x.device, **arguments, inverse=inverse, segments=segments, out=out)
+    _rotate(x, address, rotations, inverse, segments, out)
     return out
 
 
@@ -203,9 +202,7 @@ def encode(
     address = output(slots[2], torch.int32, 4, x.device)
     random.draws24(key._replace(offset=0), 2, out=address[:2])
     address[2:] = torch.tensor([key.offset & MASK, key.offset >> WORD_BITS])
-    arguments = {"x": x, "address": address, "bits": bits, "positive": POSITIVE[bits - 1]}
-    arguments |= {"rotations": rotations, "least": least, "segments": segments}
-    _encode(x.device, **arguments, words=words, scales=scales)
+    _encode(x, address, bits, POSITIVE[bits - 1], rotations, least, segments, words, scales)
     return words, scales, address
 
 
@@ -259,7 +256,6 @@ def decode(
     scales = part(parts[1], torch.float32, m, f"{name}: scales")
     address = part(parts[2], torch.int32, 4, f"{name}: address")
     out = output(out, torch.float32, n, words.device)
-    arguments = {"words": words, "scales": scales, "address": address, "bits": bits}
-    arguments |= {"positive": POSITIVE[bits - 1], "rotations": rotations, "segments": segments}
-    _decode(words.device, **arguments, name=name, out=out)
+    positive = POSITIVE[bits - 1]
+    _decode(words, scales, address, bits, positive, rotations, segments, name, out)
     return out

@@ -60,7 +60,7 @@ def encode(
     slots: Sequence[Tensor | None] = (None, None) if out is None else out
     codes = output(slots[0], torch.uint8, n, x.device)
     scales = output(slots[1], torch.float32, m, x.device)
-    _encode(x.device, x=x, segments=segments, codes=codes, scales=scales)
+    _encode(x, segments, codes, scales)
     return codes, scales
 
 
@@ -95,5 +95,5 @@ def decode(
     codes = part(codes, torch.uint8, n, f"{name}: codes")
     scales = part(scales, torch.float32, m, f"{name}: scales")
     out = output(out, torch.float32, n, codes.device)
-    _decode(codes.device, codes=codes, scales=scales, segments=segments, name=name, out=out)
+    _decode(codes, scales, segments, name, out)
     return out

@@ -59,7 +59,7 @@ def rotate(x: Tensor, segments: Segments, *, out: Tensor | None = None) -> Tenso
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(out, torch.float32, segments.numel, x.device)
-    _rotate(x.device, x=x, segments=segments, out=out)
+    _rotate(x, segments, out)
     return out
 
 
@@ -101,7 +101,7 @@ def encode(
     slots: Sequence[Tensor | None] = (None, None) if out is None else out
     words = output(slots[0], torch.int32, packing.packed_words(n, BITS), x.device)
     scales = output(slots[1], torch.float32, m, x.device)
-    _encode(x.device, x=x, segments=segments, words=words, scales=scales)
+    _encode(x, segments, words, scales)
     return words, scales
 
 
@@ -141,5 +141,5 @@ def decode(
     words = part(words, torch.int32, packing.packed_words(n, BITS), f"{name}: codes")
     scales = part(scales, torch.float32, m, f"{name}: scales")
     out = output(out, torch.float32, n, words.device)
-    _decode(words.device, words=words, scales=scales, segments=segments, name=name, out=out)
+    _decode(words, scales, segments, name, out)
     return out

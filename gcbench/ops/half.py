@@ -33,7 +33,7 @@ def encode(x: Tensor, dtype: torch.dtype, *, out: Tensor | None = None) -> Tenso
     """
     n = x.numel()
     x, out = vector(x, torch.float32, n), output(out, dtype, n, x.device)
-    _encode(x.device, x=x, n=n, brain=dtype is torch.bfloat16, out=out)
+    _encode(x, n, dtype is torch.bfloat16, out)
     return out
 
 
@@ -81,14 +81,5 @@ def mean(payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | Non
     codes = [part(codes, dtype, n, name) for codes, _ in payloads]
     counts = [count for _, count in payloads]
     out = output(out, torch.float32, n, device)
-    _mean(
-        device,
-        codes=codes,
-        counts=counts,
-        workers=sum(counts),
-        n=n,
-        brain=dtype is torch.bfloat16,
-        name=name,
-        out=out,
-    )
+    _mean(codes, counts, sum(counts), n, dtype is torch.bfloat16, name, out)
     return out

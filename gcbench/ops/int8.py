@@ -74,15 +74,7 @@ def encode(
     slots: Sequence[Tensor | None] = (None, None) if out is None else out
     codes = output(slots[0], torch.int8, n, x.device)
     scales = output(slots[1], torch.float32, m, x.device)
-    _encode(
-        x.device,
-        x=x,
-        segments=segments,
-        stochastic=rounding == "stochastic",
-        key=key,
-        codes=codes,
-        scales=scales,
-    )
+    _encode(x, segments, rounding == "stochastic", key, codes, scales)
     return codes, scales
 
 
@@ -127,15 +119,7 @@ def decode(
     codes, scales = part(codes, torch.int8, n, "codes"), part(scales, torch.float32, m, "scales")
     onto = None if onto is None else vector(onto, torch.float32, n, "onto")
     out = output(out, torch.float32, n, codes.device)
-    _decode(
-        codes.device,
-        codes=codes,
-        scales=scales,
-        segments=segments,
-        onto=onto,
-        count=count,
-        out=out,
-    )
+    _decode(codes, scales, segments, onto, count, out)
     return out
 
 
@@ -177,13 +161,5 @@ def mean(
     scales = [part(scales, torch.float32, m, "scales") for _, scales, _ in payloads]
     counts, device = [count for *_, count in payloads], codes[0].device
     out = output(out, torch.float32, n, device)
-    _mean(
-        device,
-        codes=codes,
-        scales=scales,
-        counts=counts,
-        workers=sum(counts),
-        segments=segments,
-        out=out,
-    )
+    _mean(codes, scales, counts, sum(counts), segments, out)
     return out

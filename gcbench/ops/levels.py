@@ -57,7 +57,7 @@ def norms(x: Tensor, segments: Segments, norm: str, levels: int) -> Tensor:
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(None, torch.float32, len(segments), x.device)
-    _norms(x.device, x=x, segments=segments, two=norm == "2", levels=levels, out=out)
+    _norms(x, segments, norm == "2", levels, out)
     return out
 
 
@@ -119,7 +119,7 @@ def codes(
     n = segments.numel
     x, norms = vector(x, torch.float32, n), vector(norms, torch.float32, len(segments), "norms")
     out = output(out, torch.int32, n, x.device)
-    _codes(x.device, x=x, norms=norms, levels=levels, segments=segments, key=key, out=out)
+    _codes(x, norms, levels, segments, key, out)
     return out
 
 
@@ -187,16 +187,7 @@ def encode(
     n, width = segments.numel, bits(levels)
     x, norms = vector(x, torch.float32, n), vector(norms, torch.float32, len(segments), "norms")
     out = output(out, torch.int32, packed_words(n, width), x.device)
-    _encode(
-        x.device,
-        x=x,
-        norms=norms,
-        levels=levels,
-        bits=width,
-        segments=segments,
-        key=key,
-        out=out,
-    )
+    _encode(x, norms, levels, width, segments, key, out)
     return out
 
 
@@ -204,10 +195,8 @@ def encode(
 def _encode_max(
     x: Tensor, levels: int, bits: int, segments: Segments, key: Key, norms: Tensor, out: Tensor
 ) -> None:
-    device = x.device
-    _norms(device, x=x, segments=segments, two=False, levels=levels, out=norms)
-    code = {"levels": levels, "bits": bits, "segments": segments, "key": key}
-    _encode(device, x=x, norms=norms, **code, out=out)
+    _norms(x, segments, two=False, levels=levels, out=norms)
+    _encode(x, norms, levels, bits, segments, key, out)
 
 
 def encode_max(
@@ -222,8 +211,7 @@ def encode_max(
     x = vector(x, torch.float32, n)
     out = output(out, torch.int32, packed_words(n, width), x.device)
     norms = output(None, torch.float32, len(segments), x.device)
-    code = {"levels": levels, "bits": width, "segments": segments, "key": key}
-    _encode_max(x.device, x=x, **code, norms=norms, out=out)
+    _encode_max(x, levels, width, segments, key, norms, out)
     return out, norms
 
 
@@ -315,18 +303,7 @@ def decode(
     n = segments.numel
     onto = None if onto is None else vector(onto, torch.float32, n, "onto")
     out = output(out, torch.float32, n, norms.device)
-    _decode(
-        norms.device,
-        words=words,
-        bits=width,
-        norms=norms,
-        exact=norm == "max",
-        levels=levels,
-        segments=segments,
-        onto=onto,
-        count=count,
-        out=out,
-    )
+    _decode(words, width, norms, norm == "max", levels, segments, onto, count, out)
     return out
 
 
@@ -401,15 +378,14 @@ def mean(
         return out
     parts = [_parts(words, norms, levels, coding, segments) for words, norms, _ in payloads]
     _mean(
-        device,
-        words=[words for words, *_ in parts],
-        norms=[norms for *_, norms in parts],
-        counts=counts,
-        workers=sum(counts),
-        bits=bits(levels),
-        exact=norm == "max",
-        levels=levels,
-        segments=segments,
-        out=out,
+        [words for words, *_ in parts],
+        [norms for *_, norms in parts],
+        counts,
+        sum(counts),
+        bits(levels),
+        norm == "max",
+        levels,
+        segments,
+        out,
     )
     return out

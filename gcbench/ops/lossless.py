@@ -73,8 +73,7 @@ def encode(values: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor, 
     words = output(None, torch.int32, packing.packed_words(n, BITS), values.device)
     tops = output(None, torch.uint8, len(segments), values.device)
     escaped = output(None, torch.uint8, n, values.device)
-    arguments = {"values": values, "single": single, "segments": segments, "fractions": fractions}
-    total = _split(values.device, **arguments, words=words, tops=tops, escaped=escaped)
+    total = _split(values, single, segments, fractions, words, tops, escaped)
     return fractions, words, tops, escaped[:total].clone()
 
 
@@ -135,7 +134,5 @@ def decode(
     tops = part(parts[2], torch.uint8, m, f"{name}: largest exponents")
     escaped = part(parts[3], torch.uint8, parts[3].numel(), f"{name}: escaped exponents")
     out = output(out, dtype, n, fractions.device)
-    arguments = {"fractions": fractions, "words": words, "tops": tops, "escaped": escaped}
-    single = dtype is torch.float32
-    _join(out.device, **arguments, single=single, segments=segments, name=name, out=out)
+    _join(fractions, words, tops, escaped, dtype is torch.float32, segments, name, out)
     return out

@@ -35,7 +35,7 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
     left = vector(left, torch.float32, rank * rows, "left")
     right = vector(right, torch.float32, rank * columns, "right")
     out = output(out, torch.float32, rows * columns, left.device)
-    _product(left.device, left=left, right=right, rank=rank, rows=rows, columns=columns, out=out)
+    _product(left, right, rank, rows, columns, out)
     return out
 
 
@@ -103,7 +103,7 @@ def orthonormalize(vectors: Tensor, *, out: Tensor | None = None) -> Tensor:
         raise ValueError(f"{r} vectors of {n} elements cannot be orthonormal")
     vectors = vector(vectors, torch.float32, r * n, "vectors")
     out = output(out, torch.float32, r * n, vectors.device).view(r, n)
-    arguments = {"vectors": vectors, "r": r, "n": n, "collapsed": COLLAPSED, "out": out}
-    if _orthonormalize(vectors.device, **arguments):  # kernels do not draw random rows
-        _orthonormalize.definition(**arguments)
+    arguments = vectors, r, n, COLLAPSED, out
+    if _orthonormalize(*arguments):  # kernels do not draw random rows
+        _orthonormalize.definition(*arguments)
     return out

@@ -53,7 +53,7 @@ def encode(x: Tensor, key: Key, *, out: Tensor | None = None) -> Tensor:
     n = x.numel()
     x = vector(x, torch.float32, n)
     out = output(out, torch.int32, packed_words(n, BITS), x.device)
-    _encode(x.device, x=x, n=n, key=key, out=out)
+    _encode(x, n, key, out)
     return out
 
 
@@ -105,5 +105,5 @@ def mean(
     ]
     counts = [count for _, count in payloads]
     out = output(out, torch.float32, n, device)
-    _mean(device, words=words, counts=counts, workers=sum(counts), n=n, name=name, out=out)
+    _mean(words, counts, sum(counts), n, name, out)
     return out

@@ -101,7 +101,7 @@ def pack(codes: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
         raise ValueError(f"codes have dtype {codes.dtype}: expected integers")
     n, codes = codes.numel(), codes.contiguous().view(-1)
     out = output(out, torch.int32, packed_words(n, bits), codes.device)
-    _pack(codes.device, codes=codes, size=codes.element_size(), n=n, bits=bits, out=out)
+    _pack(codes, codes.element_size(), n, bits, out)
     return out
 
 
@@ -150,5 +150,5 @@ def unpack(words: Tensor, bits: int, n: int, *, out: Tensor | None = None) -> Te
     out = output(out, torch.int32, rows * n, words.device)
     if rows * n:
         words, table = words.contiguous().view(rows, size), out.view(rows, n)
-        _unpack(words.device, words=words, rows=rows, n=n, bits=bits, out=table)
+        _unpack(words, rows, n, bits, table)
     return out.view(*lead, n)

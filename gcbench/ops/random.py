@@ -126,7 +126,7 @@ def draws24(
     where = torch.empty(0, device=device).device if out is None else out.device
     out = output(out, torch.int32, n, where)
     if n:
-        _draws24(where, key=key, x=None, n=n, out=out)
+        _draws24(key, x=None, n=n, out=out)
     return out
 
 
@@ -140,7 +140,7 @@ def draws_for(x: Tensor, key: Key) -> Tensor:
     out = output(None, torch.int32, x.numel(), x.device)
     if x.numel():
         x = vector(x, torch.float32, x.numel())
-        _draws24(x.device, key=key, x=x, n=x.numel(), out=out)
+        _draws24(key, x, x.numel(), out)
     return out
 
 

@@ -205,17 +205,7 @@ def pack(
             raise ValueError("`fixed` has a grid that `grid_of` never returns")
         packing.pack(encode(values, _spread(grids, groups), bits, mantissa), bits, out=words)
         return words, grids
-    _pack(
-        values.device,
-        values=values,
-        n=n,
-        groups=tuple(groups),
-        m=m,
-        bits=bits,
-        mantissa=mantissa,
-        grids=grids,
-        out=words,
-    )
+    _pack(values, n, tuple(groups), m, bits, mantissa, grids, words)
     return words, grids
 
 
@@ -266,16 +256,5 @@ def unpack(
     words = vector(words, torch.int32, packed_words(n, bits), f"{name}: codes")
     grids = vector(grids, torch.int32, m, f"{name}: grids")
     out = output(out, torch.float32, n, words.device)
-    _unpack(
-        words.device,
-        words=words,
-        grids=grids,
-        groups=tuple(groups),
-        n=n,
-        m=m,
-        bits=bits,
-        mantissa=mantissa,
-        name=name,
-        out=out,
-    )
+    _unpack(words, grids, tuple(groups), n, m, bits, mantissa, name, out)
     return out

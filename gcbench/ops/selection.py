@@ -176,7 +176,7 @@ def largest_elements(x: Tensor, runs: Sequence[KeptRun]) -> tuple[Tensor, Tensor
     x, total = vector(x, torch.float32, n), kept_total(runs)
     positions = output(None, torch.int64, total, x.device)
     values = output(None, torch.float32, total, x.device)
-    _largest_elements(x.device, x=x, runs=tuple(runs), positions=positions, values=values)
+    _largest_elements(x, tuple(runs), positions, values)
     return positions, values
 
 
@@ -219,10 +219,10 @@ def reaching(x: Tensor, segments: Segments, bound: float) -> tuple[Tensor, Tenso
     x = vector(x, torch.float32, segments.numel)
     bound = min(bound, FLOAT_MAX)
     limits = output(None, torch.float32, len(segments), x.device)
-    total = int(_limits(x.device, x=x, segments=segments, bound=bound, limits=limits))
+    total = int(_limits(x, segments, bound, limits))
     positions = output(None, torch.int64, total, x.device)
     values = output(None, torch.float32, total, x.device)
-    _reaching(x.device, x=x, segments=segments, limits=limits, positions=positions, values=values)
+    _reaching(x, segments, limits, positions, values)
     return positions, values
 
 
@@ -277,7 +277,7 @@ def random_positions(
     key.words()
     where = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
     out = output(None, torch.int64, kept_total(runs), where)
-    _random_positions(where, key=key, runs=tuple(runs), out=out)
+    _random_positions(key, tuple(runs), out)
     return out
 
 
@@ -295,7 +295,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
     n, total = x.numel(), positions.numel()
     x, positions = vector(x, torch.float32, n), vector(positions, torch.int64, total, "positions")
     out = output(None, torch.float32, total, x.device)
-    _gather(x.device, x=x, n=n, positions=positions, total=total, out=out)
+    _gather(x, n, positions, total, out)
     return out
 
 
@@ -317,7 +317,7 @@ def scatter(values: Tensor, positions: Tensor, n: int, *, out: Tensor | None = N
     values = vector(values, torch.float32, total, "values")
     positions = vector(positions, torch.int64, total, "positions")
     out = output(out, torch.float32, n, values.device)
-    _scatter(values.device, values=values, positions=positions, total=total, n=n, out=out)
+    _scatter(values, positions, total, n, out)
     return out
 
 
@@ -362,15 +362,7 @@ def scatter_mean(
     ]
     device = values[0].device
     out = output(out, torch.float32, n, device)
-    _scatter_mean(
-        device,
-        values=values,
-        positions=positions,
-        totals=totals,
-        count=float(count),
-        n=n,
-        out=out,
-    )
+    _scatter_mean(values, positions, totals, float(count), n, out)
     return out
 
 
@@ -474,11 +466,11 @@ def pack_positions(
     if coding == "int32":
         parts[0].copy_(positions)
     elif coding == "bitmap":
-        _pack_bitmap(device, positions=positions, total=total, n=n, words=parts[0])
+        _pack_bitmap(positions, total, n, parts[0])
     else:
         low = gaps_low_bits(n, total)
         codes, words = parts
-        _pack_gaps(device, positions=positions, total=total, n=n, low=low, codes=codes, words=words)
+        _pack_gaps(positions, total, n, low, codes, words)
     return parts
 
 
@@ -586,15 +578,15 @@ def unpack_positions(
         for tensor, (dtype, size) in zip(parts, layout, strict=True)
     ]
     out = output(None, torch.int64, total, device)
-    more = {"n": n, "runs": tuple(runs), "total": total, "name": name, "out": out}
+    rest = n, tuple(runs), total, name, out
     if coding == "int32":
-        _unpack_int32(device, indices=held[0], **more)
+        _unpack_int32(held[0], *rest)
     elif coding == "bitmap":
-        _unpack_bitmap(device, words=held[0], **more)
+        _unpack_bitmap(held[0], *rest)
     else:
         low = gaps_low_bits(n, total)
         bits = total + ((n - total) >> low)
-        _unpack_gaps(device, codes=held[0], words=held[1], low=low, held=bits, **more)
+        _unpack_gaps(held[0], held[1], low, bits, *rest)
     return out
 
 

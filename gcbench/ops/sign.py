@@ -68,7 +68,7 @@ def pack(x: Tensor, bits: int = 1, *, out: Tensor | None = None) -> Tensor:
     n = x.numel()
     x = vector(x, torch.float32, n)
     out = output(out, torch.int32, packed_words(n, bits), x.device)
-    _pack(x.device, x=x, n=n, bits=bits, out=out)
+    _pack(x, n, bits, out)
     return out
 
 
@@ -94,7 +94,7 @@ def pack_above(
     x = vector(x, torch.float32, n)
     out = output(out, torch.int32, packed_words(n, 2), x.device)
     square = statistics.moments(x, segments)[1]
-    _pack_above(x.device, x=x, factor=factor, segments=segments, square=square, out=out)
+    _pack_above(x, factor, segments, square, out)
     return out
 
 
@@ -126,7 +126,7 @@ def decode(words: Tensor, bits: int, n: int, name: str, *, out: Tensor | None = 
     """Return the signs as float32, shape (n,); arguments and errors as for `unpack`."""
     words = part(words, torch.int32, packed_words(n, bits), f"{name}: {n} signs of {bits} bits")
     out = output(out, torch.float32, n, words.device)
-    _decode(words.device, words=words, n=n, bits=bits, name=name, out=out)
+    _decode(words, n, bits, name, out)
     return out
 
 
@@ -193,18 +193,17 @@ def vote(
     ]
     out = output(out, torch.int32, packed_words(n, width), device)
     _vote(
-        device,
-        words=ballots,
-        counts=list(counts),
-        bits=list(bits),
-        voters=number,
-        n=n,
-        name=name,
-        width=width,
-        quorum=min(quorum, number),
-        toss=coin is not None,
-        key=coin or Key(0, 0, 0),
-        out=out,
+        ballots,
+        list(counts),
+        list(bits),
+        number,
+        n,
+        name,
+        width,
+        min(quorum, number),
+        coin is not None,
+        coin or Key(0, 0, 0),
+        out,
     )
     return out
 
@@ -302,15 +301,14 @@ def _encoded(
     words = output(slots[0], torch.int32, packed_words(n, 1), device)
     values = [output(slot, torch.float32, m, device) for slot in slots[1:]]
     _encode(
-        device,
-        x=x,
-        residual=None if residual is None else vector(residual, torch.float32, n, "residual"),
-        segments=segments,
-        name=name,
-        words=words,
-        low=values[0] if classes else None,
-        high=values[-1],
-        lost=lost,
+        x,
+        None if residual is None else vector(residual, torch.float32, n, "residual"),
+        segments,
+        name,
+        words,
+        values[0] if classes else None,
+        values[-1],
+        lost,
     )
     return [words, *values]
 
@@ -440,15 +438,14 @@ def _decoded(
     words = part(words, torch.int32, packed_words(n, 1), f"{name}: {n} signs")
     out = output(out, torch.float32, n, words.device)
     _values(
-        words.device,
-        words=words,
-        low=None if low is None else part(low, torch.float32, m, f"{name}: values of -1"),
-        high=part(high, torch.float32, m, f"{name}: values of +1"),
-        segments=segments,
-        name=name,
-        total=None if total is None else vector(total, torch.float32, n, "total"),
-        count=1.0 if total is None else float(count),
-        out=out,
+        words,
+        None if low is None else part(low, torch.float32, m, f"{name}: values of -1"),
+        part(high, torch.float32, m, f"{name}: values of +1"),
+        segments,
+        name,
+        None if total is None else vector(total, torch.float32, n, "total"),
+        1.0 if total is None else float(count),
+        out,
     )
     return out
 
@@ -545,15 +542,14 @@ def mean(
     counts, device = [count for *_, count in payloads], words[0].device
     out = output(out, torch.float32, n, device)
     _mean(
-        device,
-        words=words,
-        low=[pair[0] for pair in values] if len(values[0]) == 2 else None,
-        high=[pair[-1] for pair in values],
-        counts=counts,
-        workers=sum(counts),
-        segments=segments,
-        name=name,
-        out=out,
+        words,
+        [pair[0] for pair in values] if len(values[0]) == 2 else None,
+        [pair[-1] for pair in values],
+        counts,
+        sum(counts),
+        segments,
+        name,
+        out,
     )
     return out
 

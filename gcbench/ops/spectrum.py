@@ -235,16 +235,7 @@ def scaled(
     unit = output(None, torch.float32, len(segments), x.device)
     out = output(out, torch.float32, n, x.device)
     _scaled(
-        x.device,
-        x=x,
-        segments=segments,
-        peak=peak,
-        tiny=tiny,
-        half=half,
-        rows=rows,
-        places=0 if table is None else table.data_ptr(),
-        unit=unit,
-        out=out,
+        x, segments, peak, tiny, half, rows, 0 if table is None else table.data_ptr(), unit, out
     )
     return out, unit
 
@@ -292,16 +283,7 @@ def unscaled(
     unit = vector(unit, torch.float32, len(segments), "unit")
     out = output(out, torch.float32, n, device)
     energy = output(energy, torch.float32, n // 2, device, "energy")
-    _unscaled(
-        device,
-        bins=bins,
-        unit=unit,
-        segments=segments,
-        rows=rows,
-        places=0 if table is None else table.data_ptr(),
-        out=out,
-        energy=energy,
-    )
+    _unscaled(bins, unit, segments, rows, 0 if table is None else table.data_ptr(), out, energy)
     return out, energy
 
 
@@ -331,15 +313,7 @@ def restored(
     x = vector(x, torch.float32, size)
     unit = vector(unit, torch.float32, len(segments), "unit")
     out = output(out, torch.float32, segments.numel, x.device)
-    _restored(
-        x.device,
-        x=x,
-        unit=unit,
-        segments=segments,
-        rows=rows,
-        places=0 if table is None else table.data_ptr(),
-        out=out,
-    )
+    _restored(x, unit, segments, rows, 0 if table is None else table.data_ptr(), out)
     return out
 
 
@@ -432,15 +406,7 @@ def mean(
     ]
     device = values[0].device
     out = output(out, torch.float32, 2 * bins, device).view(bins, 2)
-    _mean(
-        device,
-        values=values,
-        indices=indices,
-        totals=totals,
-        weights=list(weights),
-        bins=bins,
-        out=out,
-    )
+    _mean(values, indices, totals, list(weights), bins, out)
     return out
 
 

@@ -28,7 +28,7 @@ def absmax(x: Tensor, segments: Segments) -> Tensor:
     """Return max |x| of each segment, float32, shape (m,); 0 for an empty segment."""
     x = vector(x, torch.float32, segments.numel)
     out = output(None, torch.float32, len(segments), x.device)
-    _absmax(x.device, x=x, segments=segments, out=out)
+    _absmax(x, segments, out)
     return out
 
 
@@ -115,7 +115,7 @@ def moments(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """
     x = vector(x, torch.float32, segments.numel)
     total, square = (output(None, torch.float64, len(segments), x.device) for _ in range(2))
-    _moments(x.device, x=x, segments=segments, total=total, square=square)
+    _moments(x, segments, total, square)
     return total, square
 
 

@@ -75,9 +75,7 @@ def scales(
     m, x = len(segments), vector(x, torch.float32, segments.numel)
     scale = output(None, torch.float32, m, x.device)
     limit = torch.empty_like(scale) if clip and not at_limit else None
-    _scales(
-        x.device, x=x, segments=segments, clip=clip, at_limit=at_limit, limit=limit, scale=scale
-    )
+    _scales(x, segments, clip, at_limit, limit, scale)
     return limit, scale
 
 
@@ -123,7 +121,7 @@ def encode(
     x, scale = vector(x, torch.float32, n), vector(scale, torch.float32, m, "scale")
     limit = None if limit is None else vector(limit, torch.float32, m, "limit")
     out = output(out, torch.int32, packed_words(n, 2), x.device)
-    _encode(x.device, x=x, limit=limit, scale=scale, segments=segments, key=key, out=out)
+    _encode(x, limit, scale, segments, key, out)
     return out
 
 
@@ -213,16 +211,7 @@ def mean(
     words, widths, tops, workers = _checked(payloads, n, bits)
     scale = vector(scale, torch.float32, m, "scale")
     out = output(out, torch.float32, n, scale.device)
-    _mean(
-        scale.device,
-        words=words,
-        bits=widths,
-        tops=tops,
-        workers=workers,
-        scale=scale,
-        segments=segments,
-        out=out,
-    )
+    _mean(words, widths, tops, workers, scale, segments, out)
     return out
 
 
@@ -268,7 +257,7 @@ def merge(
     words, widths, tops, workers = _checked(payloads, n, None)
     width, device = bits(workers), words[0].device
     out = output(out, torch.int32, packed_words(n, width), device)
-    _merge(device, words=words, bits=widths, tops=tops, n=n, width=width, out=out)
+    _merge(words, widths, tops, n, width, out)
     return out, workers
 
 

@@ -124,15 +124,7 @@ def fold(
     waves = vector(waves, torch.complex64, n, "waves")
     factors = vector(factors, torch.complex64, h // 2 + 1, "factors")
     out = output(out, torch.complex64, h if inverse else h + 1, waves.device)
-    _fold(
-        waves.device,
-        waves=waves,
-        factors=factors,
-        scale=scale,
-        h=h,
-        inverse=inverse,
-        out=out,
-    )
+    _fold(waves, factors, scale, h, inverse, out)
     return out
 
 

@@ -87,7 +87,7 @@ def encode(
     codes = output(slots[0], torch.int8, n, x.device)
     scales = output(slots[1], torch.float32, m, x.device)
     steps = STEPS.to(x.device)
-    _encode(x.device, x=x, segments=segments, steps=steps, codes=codes, scales=scales)
+    _encode(x, segments, steps, codes, scales)
     return codes, scales
 
 
@@ -125,13 +125,5 @@ def decode(
     codes = part(codes, torch.int8, n, f"{name}: codes")
     scales = part(scales, torch.float32, m, f"{name}: scales")
     out, values = output(out, torch.float32, n, codes.device), VALUES.to(codes.device)
-    _decode(
-        codes.device,
-        codes=codes,
-        scales=scales,
-        segments=segments,
-        values=values,
-        name=name,
-        out=out,
-    )
+    _decode(codes, scales, segments, values, name, out)
     return out
