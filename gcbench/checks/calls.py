@@ -85,8 +85,11 @@ class Calls:
         self.key = Key(0, 0, 0)
         """The key of rank 0 in the current exchange, which the last call of `encode` sets."""
 
-    def _context(self, segments: Segments, shared: Tensor, workers: int = 0) -> Context:
-        """Return the context that the engine passes to functions that decode."""
+    def context(self, segments: Segments, shared: Tensor, workers: int = 0) -> Context:
+        """Return the context that the engine passes to functions that decode.
+
+        Claims receive it, too: they may depend on the step, the workers and the learning rate.
+        """
         return Context(segments, shared, self.key, workers=workers or self.workers, lr=self.lr)
 
     def _note(self, function: str, segments: Segments, workers: int = 1, step: int = 0) -> None:
@@ -98,10 +101,16 @@ class Calls:
 
     def shared(self, xs: Sequence[Tensor], segments: Segments, key: Key) -> Tensor:
         """Return what these workers agree on before they encode."""
+        return self.agreed(xs, segments, key)[0]
+
+    def agreed(
+        self, xs: Sequence[Tensor], segments: Segments, key: Key
+    ) -> tuple[Tensor, list[Any]]:
+        """Return what these workers agree on, and what each `prepare` cached for its `encode`."""
         if not self.draws_shared(segments, key):
             self._note("prepare", segments, len(xs), key.step)
         ctx = Context(segments, key=key, workers=max(self.workers, len(xs)), lr=self.lr)
-        return codec.agree(self.method, xs, ctx)[0]
+        return codec.agree(self.method, xs, ctx)
 
     def draws_shared(self, segments: Segments, key: Key) -> bool:
         """Return whether `shared` is drawn from the common seed instead of a statistic."""
@@ -111,11 +120,6 @@ class Calls:
         """Return the first state of a method in rounds."""
         assert isinstance(self.method, MultiRoundCompressor)
         return self.method.initial_state(Context(segments, key=key))
-
-    def prepared(self, x: Tensor, segments: Segments) -> Any:
-        """Return what the worker's `prepare` caches for its `encode`."""
-        ctx = Context(segments, key=self.key, workers=self.workers, lr=self.lr)
-        return codec.prepare(self.method, x, ctx).cached
 
     def encode(
         self,
@@ -130,7 +134,7 @@ class Calls:
         """Return one worker's payload."""
         self._note("encode", segments, 1, key.step)
         self.key = key._replace(rank=0, stream=purposes.ENCODE)
-        ctx = self._context(segments, shared)
+        ctx = self.context(segments, shared)
         ctx = ctx._replace(key=key, prepared=prepared, parts=out and out.parts)
         return codec.encode(self.method, x, ctx)
 
@@ -146,7 +150,7 @@ class Calls:
     ) -> Payload:
         """Return the payload of x + residual; `residual` becomes the error."""
         self._note("encode_feedback", segments, 1, key.step)
-        ctx = self._context(segments, shared)._replace(key=key, parts=out and out.parts)
+        ctx = self.context(segments, shared)._replace(key=key, parts=out and out.parts)
         return codec.feedback(self.method, x, residual, ctx)
 
     def decode(
@@ -166,7 +170,7 @@ class Calls:
         self._note("decode", segments, payload.count, self.key.step)
         key = self.key._replace(rank=rank, offset=self.key.offset + start)
         workers = 0 if payload.count == 1 else payload.count
-        ctx = self._context(segments, shared, workers)._replace(key=key, out=out)
+        ctx = self.context(segments, shared, workers)._replace(key=key, out=out)
         return codec.decode(self.method, payload, ctx)
 
     def cut(self, payload: Payload, segments: Segments, bounds: Sequence[int]) -> list[Payload]:
@@ -177,7 +181,7 @@ class Calls:
     def entries(self, x: Tensor, segments: Segments, shared: Tensor, key: Key) -> Entries:
         """Return the elements that one worker sends by collective "sparse"."""
         self._note("entries", segments, 1, key.step)
-        return codec.entries(self.method, x, self._context(segments, shared)._replace(key=key))
+        return codec.entries(self.method, x, self.context(segments, shared)._replace(key=key))
 
     # ---- several workers -------------------------------------------------------------------------
 
@@ -191,7 +195,7 @@ class Calls:
     ) -> Tensor:
         """Return the mean over the payloads, float32, shape (n,), in `out` if it is given."""
         self._note("mean", segments, len(payloads), self.key.step)
-        ctx = self._context(segments, shared, len(payloads))._replace(out=out)
+        ctx = self.context(segments, shared, len(payloads))._replace(out=out)
         return codec.mean(self.method, payloads, ctx)
 
     def merge(
@@ -205,7 +209,7 @@ class Calls:
     ) -> Payload:
         """Return the payload that stands for the mean of several."""
         self._note("merge", segments, len(payloads), key.step)
-        ctx = self._context(segments, shared, len(payloads))
+        ctx = self.context(segments, shared, len(payloads))
         ctx = ctx._replace(key=key, parts=out and out.parts)
         return codec.merge(self.method, payloads, ctx)
 
@@ -214,14 +218,14 @@ class Calls:
     ) -> Payload:
         """Return the payload in the form that an all-reduce adds."""
         self._note("summand", segments, workers, self.key.step)
-        return self.method.summand(payload, self._context(segments, shared, workers))
+        return self.method.summand(payload, self.context(segments, shared, workers))
 
     def decode_sum(
         self, total: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
         """Return the mean from the sum of summands, in `out` if it is given."""
         self._note("decode_sum", segments, total.count, self.key.step)
-        ctx = self._context(segments, shared, total.count)._replace(out=out)
+        ctx = self.context(segments, shared, total.count)._replace(out=out)
         return codec.decode_sum(self.method, total, ctx)
 
     def rounds(

@@ -12,7 +12,7 @@ from torch import Tensor
 from gcbench import ops
 from gcbench.checks import inputs
 from gcbench.checks.calls import Calls
-from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Segments
+from gcbench.core.compressor import Key, MultiRoundCompressor, Segments
 from gcbench.stats.confidence import bernstein, nonnegative
 
 UNLIKELY = 2 * math.exp(-36)
@@ -170,8 +170,8 @@ def _unbiased(
     even: bool,
 ) -> None:
     claims = calls.method.claims
-    target = claims.target(x, Context(segments, shared))
-    variance = claims.variance(x, Context(segments, shared))
+    target = claims.target(x, calls.context(segments, shared))
+    variance = claims.variance(x, calls.context(segments, shared))
     t, e = target.double(), decoded.double() - target.double()
     rounding = 1e-5 * (t.abs() + decoded.double().abs()) + 2.0**-120
     v = None if variance is None else variance.double()
@@ -272,7 +272,7 @@ def energy(x: Tensor) -> float:
 def bound_of(calls: Calls, x: Tensor, segments: Segments, shared: Tensor) -> float:
     """Return the declared bound on ||x - decode(encode(x))||^2 of a contractive method."""
     claims, size = calls.method.claims, energy(x)
-    bound = claims.error_bound(x, Context(segments, shared))
+    bound = claims.error_bound(x, calls.context(segments, shared))
     if bound is None:
         bound = size
     delta = claims.delta(segments)
@@ -333,9 +333,12 @@ def refutes_bound(errors: Sequence[float], bound: float, size: float) -> bool:
 # ---- the mean of several workers -----------------------------------------------------------------
 
 
-def aggregate(calls: Calls, decoded: Sequence[Tensor], segments: Segments) -> Tensor | None:
+def aggregate(
+    calls: Calls, decoded: Sequence[Tensor], segments: Segments, shared: Tensor
+) -> Tensor | None:
     """Return what the mean of payloads that decode to these tensors must be; None: undefined."""
-    return calls.method.claims.aggregated(decoded, Context(segments, workers=len(decoded)))
+    ctx = calls.context(segments, shared, len(decoded))
+    return calls.method.claims.aggregated(decoded, ctx)
 
 
 def mean_rounding(calls: Calls, decoded: Sequence[Tensor], segments: Segments) -> Tensor:

@@ -51,7 +51,8 @@ class Trial:
         calls.scale = case.scale + min(exponents), case.scale + max(exponents)
         calls.workers, calls.lr = case.workers, case.lr
         copies = [x.clone() for x in self.xs]
-        self.shared = calls.shared(self.xs, self.segments, case.key())
+        # As in a simulation: all workers prepare before one encodes.
+        self.shared, self.prepared = calls.agreed(self.xs, self.segments, case.key())
         for x, copy in zip(self.xs, copies, strict=True):
             same_bits("prepare", x, copy, "x before the call")
         self.lent: list[tuple[Tensor, int]] = []
@@ -135,10 +136,11 @@ class Trial:
         if payload.count != 1:
             raise FaultError("encode", f"count {payload.count} of one worker")
         if not self.case.light and (rank == 0 or not self.large):
-            prepared = None if self.profile.drawn else calls.prepared(x, segments)
             slots = calls.slots(segments, self.case.dirty)
             view = surrounded(x)
-            again = calls.encode(view, segments, shared, key, prepared=prepared, out=slots)
+            again = calls.encode(
+                view, segments, shared, key, prepared=self.prepared[rank], out=slots
+            )
             what = "of x in a tensor of its own, without `out` and `prepared`, it"
             same_bits("encode", again.to_bytes(), sent, what)
         result = calls.decode(payload, segments, shared, rank=key.rank)
@@ -184,7 +186,7 @@ class Trial:
         if self.profile.random and rank == 0 and not self.large:
             for turn in range(1, oracle.DRAWS):
                 key = self.case.key()
-                key = key._replace(step=(key.step + turn * 1009) % 2**32)
+                key = key._replace(seed=key.seed + turn * 1009)
                 drawn = self.profile.drawn
                 shared = self.calls.shared([x], self.segments, key) if drawn else self.shared
                 sent = self.calls.encode(x, self.segments, shared, key)
@@ -229,7 +231,7 @@ class Trial:
         which = [rank % len(self.xs) for rank in range(self.case.workers)]
         payloads = [self.payloads[i] for i in which]
         decoded = [self.decoded[i] for i in which]
-        want = oracle.aggregate(calls, decoded, segments)
+        want = oracle.aggregate(calls, decoded, segments, shared)
         room = oracle.mean_rounding(calls, decoded, segments)
         legal = self.method.legal_collectives()
         mean = None
@@ -277,7 +279,7 @@ class Trial:
         first = self.decoded[0]
         mean = calls.mean([payloads[0], merged], segments, shared)
         all_ = [first, last, last, last]
-        want = oracle.aggregate(calls, all_, segments)
+        want = oracle.aggregate(calls, all_, segments, shared)
         assert want is not None
         room = oracle.mean_rounding(calls, all_, segments)
         oracle.near("mean", mean, want, room, "the average with a payload of 3 workers")

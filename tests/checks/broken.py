@@ -29,7 +29,7 @@ from gcbench import ops
 from gcbench.checks import inputs
 from gcbench.core import registry
 from gcbench.core.claims import Claims
-from gcbench.core.compressor import TILE, Compressor, Payload, check_finite
+from gcbench.core.compressor import TILE, Compressor, Payload, Prepared, check_finite
 
 NONE = type(registry.compressor("none"))
 FFT = type(registry.compressor("fft"))
@@ -871,6 +871,16 @@ class ReusedMean(QSGD):
         return reused(self.buffers, super().mean(payloads, ctx))
 
 
+class ReusedPrepare(TERN):
+    """What `prepare` cached for the encoder is overwritten for the next worker."""
+
+    buffers: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def prepare(self, x, ctx):
+        shared, (limit, scale) = super().prepare(x, ctx)
+        return Prepared(shared, (reused(self.buffers, limit), scale))
+
+
 class LocalRounds(POWER):
     """The result or the next state depends on the last summand of this worker."""
 
@@ -1035,7 +1045,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         LongPlan,
         EveryCall,
     ),
-    "results that later calls change": (ReusedDecode, ReusedMean),
+    "results that later calls change": (ReusedDecode, ReusedMean, ReusedPrepare),
     "rounds": (*(LocalRounds, LocalResult, OnesForZeros, SummedRounds, NanRounds, ThinMatrices),),
     "gradients that a call changes": (FlushingPrepare,),
     "elements that never arrive": (EverySecond,),
