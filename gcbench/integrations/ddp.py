@@ -16,6 +16,7 @@ never run.
 
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -194,7 +195,7 @@ def comm_hook(
                 f"check_every={check_every} compares means, and the update rule of {method!r} "
                 "converts them to directions: leave check_every out"
             )
-    return CommHook(settings, Rates(optimizer, scaler))
+    return CommHook(settings, Rates(optimizer, scaler, settings.unsuitable))
 
 
 @dataclass(eq=False)
@@ -224,6 +225,7 @@ class CommHook(Hook):
         """Whether a backward pass has passed on a bucket and has not ended."""
         self._agreed = False
         """Whether all ranks know of the error that is about to be raised."""
+        self._warned_new = False
         unregistered.expect(self)
         self._worker: Worker | None = None
         """None: not registered, or nothing is exchanged, as there is one rank."""
@@ -263,11 +265,6 @@ class CommHook(Hook):
                 model.process_group, summary, refused, seconds, Roster.alone()
             )
         self._registered, self._loaded = True, None
-        self._frozen = [
-            (name, parameter)
-            for name, parameter in model.module.named_parameters()
-            if name not in self._dtypes and name not in getattr(model, "parameters_to_ignore", ())
-        ]
         if self._exchanges:
             self._begin(model, store, roster)
         model.register_forward_pre_hook(BeforeForward(self))
@@ -511,7 +508,7 @@ class CommHook(Hook):
             return
         self._outside("the model")
         self.raise_failure()
-        self._warn_unfrozen()
+        self._warn_new(model)
         if self._closed and model.training:
             raise UsageError(CLOSED)
         if getattr(getattr(model, "_join_config", None), "enable", False):
@@ -522,6 +519,27 @@ class CommHook(Hook):
             )
         if not self._closed:
             self._check_backward(model)
+
+    def _warn_new(self, model: Any) -> None:
+        """Warn, once, about parameters that DDP does not average: added, replaced or unfrozen."""
+        if self._warned_new:
+            return
+        names = [
+            name
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad
+            and id(parameter) not in self._placed
+            and name not in model.parameters_to_ignore
+        ]
+        if names:
+            self._warned_new = True
+            warnings.warn(
+                f"{', '.join(names[:3])} did not exist or did not require a gradient when the hook "
+                "was registered, and does now. Its gradient is not averaged over ranks, so the "
+                "replicas will differ. Make such changes first, then wrap the module, create the "
+                "optimizer and register a new hook",
+                stacklevel=2,
+            )
 
     def _check_backward(self, model: Any) -> None:
         """Raise UsageError, and stop the other ranks, if the last backward pass did not finish."""

@@ -42,6 +42,7 @@ from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.exchange import Buffers, Exchange, Lane, exact_or, lane_of
+from gcbench.core.memory import Memory
 from gcbench.core.world import Traffic
 from gcbench.integrations import agreement, arguments, check, handshake, sharded
 from gcbench.integrations.agreement import Common, Fault
@@ -79,6 +80,12 @@ class Settings(HookSettings):
         """The exchanges, from 0 on, at which the exchange of a lane may change."""
         later = {} if self.between is None else self.between.later
         return sorted({*super().stages, *later})
+
+    @property
+    def momentum(self) -> Memory | None:
+        """The memory that applies momentum, at either level, if any."""
+        second = None if self.between is None else self.between.memory
+        return super().momentum or (second if second and second.has_momentum else None)
 
 
 def shard_hook(
@@ -191,7 +198,7 @@ def shard_hook(
             f"memory {settings.memory!r} and between_memory {second.memory!r} would both apply "
             "momentum. Leave one of them out"
         )
-    return ShardHook(settings, Rates(optimizer, scaler))
+    return ShardHook(settings, Rates(optimizer, scaler, settings.unsuitable))
 
 
 def _check_rule(method: Compressor) -> None:
@@ -420,8 +427,17 @@ class ShardHook(Hook):
                 )
             self._modules.append(module)
             start += layout.numel
-        names = [parameter.name for each in modules for parameter in each.parameters]
-        return dict(zip(names, (t for each in modules for t in each.tensors), strict=True))
+        return self._tensors()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as optimizers have them."""
+        return {
+            parameter.name: tensor
+            for module in self._modules
+            for parameter, tensor in zip(
+                module.target.parameters, module.target.tensors, strict=True
+            )
+        }
 
     def _summarized(
         self,
@@ -547,6 +563,7 @@ class ShardHook(Hook):
             return  # in a backward pass activation checkpointing computes the forward pass again
         if torch.is_grad_enabled():
             self._check_frozen()
+            self._locate()
         unfinished = "forward" if self._in_forward else "backward"
         if self._in_forward or sharded.in_backward(model):
             # FSDP skipped collectives, so the next ones would not match.
@@ -558,6 +575,18 @@ class ShardHook(Hook):
             raise error
         self._in_forward = True
         self._new_step()
+
+    def _locate(self) -> None:
+        """Find the parameters in the optimizers again: `load_state_dict(assign=True)` makes new.
+
+        Raises:
+            UsageError: the optimizers have none of them any more.
+        """
+        try:
+            self._rates.locate(self._tensors())
+        except UsageError as error:
+            self._fail(error)
+            raise
 
     def _check_frozen(self) -> None:
         """Warn once about parameters that began to require a gradient after `register`.
@@ -744,6 +773,8 @@ class _Module(_Collective):
         with self.hook._exchanging(self):
             if self.name in self.hook._reduced:
                 self.hook._new_step()
+            if not self.hook._reduced and self._accumulates():
+                self.hook._added += 1
             self.hook._reduced.add(self.name)
             taken = self._agree("reduce-scatter", level, gradients)
             output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
@@ -791,6 +822,14 @@ class _Module(_Collective):
                 self._exchange(level, taken, row, mean)
                 self._agree_on_means(row)
             self.step += 1
+
+    def _accumulates(self) -> bool:
+        """Return whether FSDP will add this mean to one that no optimizer has applied."""
+        hook = self.hook
+        gradients: list[Any] = [tensor.grad for tensor in self.target.tensors]
+        return hook._rates.waits(hook.step - hook._added) and any(
+            each is not None and bool(each.to_local().any()) for each in gradients
+        )
 
     def count(self, row: Tensor) -> None:
         """Count a step of one shard without replicas, whose gradient is the mean."""

@@ -21,12 +21,13 @@ from gcbench.core import sealed
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import PeerLostError, UsageError
 from gcbench.core.exchange import checked_rate
+from gcbench.core.memory import Memory
 from gcbench.core.world import Traffic
 from gcbench.integrations import agreement, arguments, scheme
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.hook_world import HookWorld, release
 from gcbench.integrations.level import Level
-from gcbench.integrations.rates import Rates, checked_policy
+from gcbench.integrations.rates import Progress, Rates, checked_policy
 from gcbench.integrations.scheme import Scheme
 
 T = TypeVar("T")
@@ -54,6 +55,31 @@ class HookSettings(Scheme):
     def stages(self) -> list[int]:
         """The steps, from 0 on, at which the exchange of a lane may change."""
         return sorted({0, self.start_step, *self.later})
+
+    def unsuitable(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return why an optimizer must not apply the exchanged means; "" if it may."""
+        plain = getattr(optimizer, "optim", optimizer)  # inside ZeroRedundancyOptimizer
+        kind = type(plain).__name__
+        groups = optimizer.param_groups
+        momentum = any(each.get("momentum") or (each.get("betas") or [0])[0] for each in groups)
+        if not self.compressor.rule.plain:
+            if momentum or not isinstance(plain, torch.optim.SGD):
+                return (
+                    f"{kind} would change the directions of {self.compressor!r}, which has its own "
+                    "update rule. Train with hook.optimizer(model.parameters(), lr=...), which is "
+                    "SGD without momentum"
+                )
+        elif momentum and self.momentum is not None:
+            return (
+                f"{kind} and the memory {self.momentum!r} would both apply momentum. Use an "
+                'optimizer without momentum, or memory="residual" or "none"'
+            )
+        return ""
+
+    @property
+    def momentum(self) -> Memory | None:
+        """The memory that applies momentum, if any."""
+        return self.memory if self.memory.has_momentum else None
 
 
 def common_settings(
@@ -162,11 +188,15 @@ class AfterForward(BeforeForward):
         return ignored
 
     def __reduce__(self) -> Any:
-        return ignored.__name__
+        return _ignoring, ()
 
 
-def ignored(model: nn.Module, inputs: Any, output: Any) -> None:
+def ignored(*arguments: Any) -> None:
     """Replace `AfterForward` in a copy of a model."""
+
+
+def _ignoring() -> Callable[..., None]:
+    return ignored
 
 
 class Copied:
@@ -205,8 +235,7 @@ class Hook:
         """States loaded since `register`: the ranks compare it at the next exchange."""
         self._failed: BaseException | None = None
         self._summary: dict[str, Any] = {}
-        self._size = self._skipped = 0
-        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._size = self._skipped = self._added = 0
 
     # -- attributes --------------------------------------------------------------------------------
 
@@ -381,11 +410,14 @@ class Hook:
                 for level in hook._levels():
                     level.exchange.assume(level.rates(hook._rates, optimizer))
 
-        def exchanges() -> int | None:
+        def progress() -> Progress | None:
             hook = reference()
-            return None if hook is None or hook._closed or hook._failed is not None else hook.step
+            if hook is None or hook._closed or hook._failed is not None:
+                return None
+            remembers = any(level.remembers for level in hook._levels())
+            return Progress(hook.step, hook._added, remembers)
 
-        self._rates.bind(parameters, stepped, exchanges)
+        self._rates.bind(parameters, stepped, progress)
 
     def _common(self, position: str, step: int, levels: Sequence[Level]) -> Common:
         """Return what must be the same on all ranks at an exchange of these levels."""
@@ -452,19 +484,6 @@ class Hook:
 
     def _after_forward(self) -> None:
         raise NotImplementedError
-
-    def _warn_unfrozen(self) -> None:
-        """Warn, once, about parameters that began to require a gradient after `register`."""
-        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if unfrozen:
-            self._frozen = []
-            warnings.warn(
-                f"{', '.join(unfrozen[:3])} did not require a gradient when the hook was "
-                "registered and does now. Its gradient is not averaged over ranks, so the replicas "
-                "will differ. Set requires_grad first, then wrap the module and register a new "
-                "hook",
-                stacklevel=2,
-            )
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class Level:
         """Elements of all lanes."""
         return sum(lane[-1].stop for lane in self.parts if lane)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the exchange has a state with a part of each gradient."""
+        return any(lane.memory.buffers or lane.joint for lane in self.exchange.lanes)
+
     def rates(
         self, rates: Rates, stepped: torch.optim.Optimizer | None = None
     ) -> list[list[float | None]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,18 @@ from gcbench.integrations import steps
 
 IDLE = 2
 """Steps of one optimizer without an exchange between them, at which the hook warns."""
+REPEATED = 2
+"""Successive steps with several exchanges before each of them, at which the hook warns."""
+
+
+class Progress(NamedTuple):
+    """How far a hook is when an optimizer steps."""
+
+    exchanges: int
+    added: int = 0
+    """Exchanges whose means FSDP added to earlier ones, which were not exchanged again."""
+    remembers: bool = False
+    """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
 
 
 class Rates:
@@ -24,16 +36,31 @@ class Rates:
     `assigned` is None until a rate is set, or a state with a rate is loaded.
     """
 
-    def __init__(self, optimizer: Any, scaler: Any) -> None:
-        """`optimizer`: one, several in a list or tuple, or None; `scaler`: a GradScaler or None."""
+    def __init__(
+        self,
+        optimizer: Any,
+        scaler: Any,
+        unsuitable: Callable[[torch.optim.Optimizer], str] = lambda optimizer: "",
+    ) -> None:
+        """Read from an optimizer, several in a list or tuple, or None; and a GradScaler or None.
+
+        `unsuitable`: returns why an optimizer must not apply the method's means; "" if it may.
+        """
         self.assigned: float | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.scaler: Any = None
         self._parameters: dict[str, int] = {}
+        """Name -> id of each parameter; `_names` is the inverse."""
+        self._names: dict[int, str] = {}
         self._handles: list[Any] = []
         self._warned: set[str] = set()
         """Kinds of warnings so far: each is issued once."""
-        self._exchanges: Callable[[], int | None] = lambda: None
+        self._unsuitable = unsuitable
+        self._progress: Callable[[], Progress | None] = lambda: None
+        self._applied = 0
+        """Number of exchanges, without `added`, at the last step that moved the parameters."""
+        self._repeats = 0
+        """Successive steps until then that had several exchanges before them."""
         self._last: int | None = None
         """Number of exchanges at the last step of an optimizer."""
         self._idle: dict[int, int] = {}
@@ -44,7 +71,7 @@ class Rates:
         """Read from an optimizer and a scaler from now on; None changes nothing.
 
         Raises:
-            UsageError: not an optimizer or scaler, or there already is one.
+            UsageError: not an optimizer or scaler, an unsuitable one, or there already is one.
         """
         for what, new, current in (
             ("optimizer", optimizer, self.optimizers),
@@ -54,9 +81,11 @@ class Rates:
                 raise UsageError(f"{what} came twice: pass it to the hook or to register, once")
         if optimizer is not None:
             several = isinstance(optimizer, list | tuple)
-            self.optimizers = tuple(map(_plain, optimizer if several else [optimizer]))
+            self.optimizers = tuple(map(plain, optimizer if several else [optimizer]))
             if not self.optimizers:
                 raise UsageError("optimizer=[]: expected at least one optimizer, or None")
+            if why := next(filter(None, map(self._unsuitable, self.optimizers)), ""):
+                raise UsageError(why)
         if scaler is not None:
             if not callable(getattr(scaler, "get_scale", None)):
                 raise UsageError(
@@ -75,54 +104,104 @@ class Rates:
         self,
         parameters: Mapping[str, Tensor],
         stepped: Callable[[torch.optim.Optimizer], None],
-        exchanges: Callable[[], int | None],
+        progress: Callable[[], Progress | None],
     ) -> None:
         """Read the rates of these parameters; call `stepped` with an optimizer after its steps.
 
-        `exchanges`: returns the number of exchanges so far; None: the hook does not exchange.
+        `progress`: returns None if the hook does not exchange.
 
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
-        self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
-        self._exchanges, self._last = exchanges, exchanges()
+        self._progress, now = progress, progress()
+        if now is not None:
+            self._last, self._applied = now.exchanges, now.exchanges - now.added
         if not self._handles:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
-        if not self.optimizers:
+        self.locate(parameters)
+        for optimizer in self.optimizers:
+            call = steps.uncompiled(lambda one, *_: stepped(one))
+            handle = optimizer.register_step_post_hook(call)
+            self._handles.append(handle)
+
+    def locate(self, parameters: Mapping[str, Tensor]) -> None:
+        """Find the parameters in the optimizers, by the objects that the model has now.
+
+        Raises:
+            UsageError: no optimizer has any of the parameters, or a group lacks a rate.
+        """
+        before = self._names
+        self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
+        self._names = {number: name for name, number in self._parameters.items()}
+        if not self.optimizers or self._names == before:
             return
         if not any(rate is not None for rate in self.of([*parameters])):
             raise UsageError(
                 "the optimizer has none of the model's parameters. Create it from "
                 "model.parameters() after the model is wrapped or sharded, and pass that one"
             )
-        for optimizer in self.optimizers:
-            handle = optimizer.register_step_post_hook(lambda one, *_: stepped(one))
-            self._handles.append(handle)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn about a step at another rate, or without an exchange before it."""
+        """Warn about a step at another rate, by another rule, or after no or several exchanges."""
         if self.optimizers:
             self._compare(optimizer)
-        self._count(optimizer)
+        progress = self._progress()
+        if progress is None:
+            return
+        if any(True for _ in self._moves(optimizer)):
+            self._suit(optimizer)
+            self._repeat(optimizer, progress)
+        self._count(optimizer, progress.exchanges)
 
-    def _moves(self, optimizer: Any) -> list[tuple[str, float]]:
-        """Return the hook's parameters with a gradient that an optimizer moves, with the rates."""
-        names = {number: name for name, number in self._parameters.items()}
-        return [
-            (names[id(parameter)], float(group["lr"]))
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in names and parameter.grad is not None and "lr" in group
-        ]
+    def _moves(self, optimizer: Any) -> Iterator[tuple[str, float]]:
+        """Yield the hook's parameters with a gradient that an optimizer moves, with the rates."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is not None and parameter.grad is not None and "lr" in group:
+                    yield name, float(group["lr"])
 
-    def _count(self, optimizer: torch.optim.Optimizer) -> None:
+    def waits(self, exchanges: int) -> bool:
+        """Return whether no optimizer has applied the last of these exchanges, without `added`."""
+        return exchanges > self._applied
+
+    def _suit(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if an optimizer must not apply the method's means."""
+        if "suit" not in self._warned and (why := self._unsuitable(optimizer)):
+            self._warned.add("suit")
+            warnings.warn(why, stacklevel=5)
+
+    def _repeat(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Warn, once, if several exchanges precede each step of an optimizer.
+
+        The method's state then has a part of gradients that were exchanged twice or discarded. A
+        single step after several exchanges is the next one after a step that the job left out.
+        """
+        exchanges = progress.exchanges - progress.added
+        count, self._applied = exchanges - self._applied, exchanges
+        if count:  # otherwise another optimizer stepped after the same exchange
+            self._repeats = self._repeats + 1 if count > 1 else 0
+        if self._repeats < REPEATED or not progress.remembers or "repeat" in self._warned:
+            return
+        self._warned.add("repeat")
+        warnings.warn(
+            f"the hook exchanges gradients {count} times per step of {type(optimizer).__name__}, "
+            "and the method's residuals, momentum or update rule take a part of each. Does the job "
+            "accumulate gradients? With DDP run all backward passes but the last under "
+            "model.no_sync(), forward pass included. Does it discard some, as a GAN, an "
+            "adversarial attack or SAM does? Run those passes under no_sync(), or with "
+            "requires_grad_(False) of the parameters, or use torch.autograd.grad. An optimizer "
+            'that evaluates a closure several times needs memory="none"',
+            stacklevel=5,
+        )
+
+    def _count(self, optimizer: torch.optim.Optimizer, exchanges: int) -> None:
         """Warn, once, if an optimizer steps again and again and no gradient passes the hook.
 
         Steps with the rate 0 do not count: torch makes them to initialize an optimizer's state.
         """
-        exchanges = self._exchanges()
-        if exchanges is None or "idle" in self._warned:
+        if "idle" in self._warned:
             return
         if exchanges != self._last:
             self._last, self._idle = exchanges, {}
@@ -144,11 +223,10 @@ class Rates:
 
     def _check_scaler(self, scaler: Any, optimizer: Any) -> None:
         """Warn, once, if a GradScaler other than `scaler` scales gradients of the parameters."""
-        if scaler is self.scaler or "scaler" in self._warned or self._exchanges() is None:
+        if scaler is self.scaler or "scaler" in self._warned or self._progress() is None:
             return
-        numbers = {*self._parameters.values()}
         groups = getattr(optimizer, "param_groups", ())
-        if not any(id(parameter) in numbers for group in groups for parameter in group["params"]):
+        if not any(id(p) in self._names for group in groups for p in group["params"]):
             return
         if self.scaler is not None and self.scaler.get_scale() == scaler.get_scale():
             return  # the user's scaler may contain this one
@@ -165,7 +243,7 @@ class Rates:
         """Warn, once, if another optimizer moves a parameter at a rate that is not followed."""
         if "rate" in self._warned or any(optimizer is each for each in self.optimizers):
             return
-        moved = self._moves(optimizer)
+        moved = [*self._moves(optimizer)]
         followed = self.of([name for name, _ in moved])
         for (name, rate), expected in zip(moved, followed, strict=True):
             if expected is None or not math.isclose(rate, expected, rel_tol=1e-6):
@@ -220,10 +298,11 @@ class Rates:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present sources, and stops observing later ones."""
-        sources, count = (self.optimizers, self.scaler, self._parameters), len(self._handles)
+        sources = self.optimizers, self.scaler, self._parameters, self._names
+        count = len(self._handles)
 
         def restore() -> None:
-            self.optimizers, self.scaler, self._parameters = sources
+            self.optimizers, self.scaler, self._parameters, self._names = sources
             for handle in self._handles[count:]:
                 handle.remove()
             del self._handles[count:]
@@ -253,7 +332,7 @@ def checked_policy(on_nonfinite: str | None, scaler: Any) -> str:
     return on_nonfinite or ("skip" if enabled else "stop")
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
+def plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return an optimizer without the wrappers of a framework (`.optimizer`)."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer

@@ -42,8 +42,13 @@ class Sharded:
     """The ranks that hold one shard each."""
     device: torch.device
     tensor_parallel: bool
-    tensors: tuple[torch.Tensor, ...]
-    """The parameters as optimizers have them: this rank's shards."""
+    records: tuple[Any, ...]
+    """torch's records of the parameters, private FSDPParams."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parameters as optimizers have them: this rank's shards, which a load may replace."""
+        return tuple(each.sharded_param for each in self.records)
 
     def layout(self, dense_below: int) -> Layout:
         """Return the layout of the gradients; parameters of fewer elements stay in fp32."""
@@ -177,7 +182,7 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
     return Sharded(
         *(name, module, param_group, tuple(parameters), tuple(dtypes), group),
         *(param_group.device, parallel),
-        tensors=tuple(each.sharded_param for each in trained),
+        records=tuple(trained),
     )
 
 

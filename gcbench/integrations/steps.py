@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -31,6 +32,12 @@ class Handle:
     remove: Callable[[], None]
 
 
+def uncompiled(call: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that torch.compile(optimizer.step) calls without tracing it."""
+    disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def after_optimizers(owner: T, call: Callable[[T, Optimizer], None]) -> Handle:
     """Call `call(owner, optimizer)` after each step of any optimizer, while the owner exists."""
     here = weakref.ref(owner)  # an owner that is never closed may still be freed
@@ -40,7 +47,7 @@ def after_optimizers(owner: T, call: Callable[[T, Optimizer], None]) -> Handle:
         if existing is not None:
             call(existing, optimizer)
 
-    handle = register_optimizer_step_post_hook(stepped)
+    handle = register_optimizer_step_post_hook(uncompiled(stepped))
     weakref.finalize(owner, handle.remove)
     return Handle(handle.remove)
 

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -104,8 +105,10 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 5, (BATCH,), generator=generator)
 
 
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+def sgd(net: nn.Module, hook: Any = None) -> torch.optim.Optimizer:
+    """Return SGD, with momentum unless the method of the hook has its own."""
+    no_momentum = hook and (hook.settings.momentum or not hook.settings.compressor.rule.plain)
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.0 if no_momentum else 0.9)
 
 
 def train(
@@ -165,7 +168,7 @@ def alone(
     named = dict(net.named_parameters())
     world = SimulatedWorld(size, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     exchange = Exchange(world, settings.lanes(plan, 0), settings.seed, Clock(torch.device("cpu")))
-    optimizer = sgd(net)
+    optimizer = sgd(net, hook)
     for step in range(steps):
         if step in (settings.start_step, *settings.later) and step:
             exchange.change(settings.lanes(plan, step))
@@ -185,7 +188,7 @@ def alone(
 def hooked(rank: int, hook: Any, *, steps: range = range(STEPS), **options: Any) -> Tensor:
     ddp = wrapped(model(), **options)
     hook.register(ddp)
-    train(ddp, sgd(ddp), steps, rank)
+    train(ddp, sgd(ddp, hook), steps, rank)
     return flat(ddp)
 
 
@@ -270,7 +273,7 @@ def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, .
     for rate in rates[:1]:
         hook.lr = rate
     hook.register(ddp)
-    optimizer = sgd(ddp)
+    optimizer = sgd(ddp, hook)
     train(ddp, optimizer, range(3), rank)
     file = io.BytesIO()
     states = ddp.module.state_dict(), optimizer.state_dict(), hook.state_dict()
@@ -281,9 +284,9 @@ def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, .
     net = model()
     net.load_state_dict(parameters)
     ddp = wrapped(net)
-    optimizer = sgd(ddp)
-    optimizer.load_state_dict(optimizer_state)
     hook = comm_hook(name, **options)
+    optimizer = sgd(ddp, hook)
+    optimizer.load_state_dict(optimizer_state)
     for rate in rates[1:]:
         hook.lr = rate
     hook.load_state_dict(hook_state)
@@ -964,6 +967,66 @@ def bypassed(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def repeated(rank: int, size: int) -> dict[str, Any]:
+    """Exchange several times per optimizer step: accumulated, discarded, in a closure; or once."""
+    result: dict[str, Any] = {}
+
+    def backward(ddp: Any, step: int) -> Tensor:
+        x, y = batch(step, rank)
+        loss = cross_entropy(ddp(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def act(ddp: Any, optimizer: Any, acts: str) -> None:
+        for step, each in enumerate(acts):
+            if each == "z":
+                optimizer.zero_grad()
+            elif each == "s":
+                optimizer.step()
+            else:
+                with ddp.no_sync() if each == "n" else nullcontext():
+                    backward(ddp, step)
+
+    for name, acts in {
+        "accumulated": "zbbs" * 3,
+        "discarded": "zbzbs" * 3,
+        "no_sync": "znbs" * 3,
+        "left out": "zbszbzbszbs" * 2,
+        "no memory": "zbbs" * 3,
+    }.items():
+        ddp = wrapped(model())
+        hook = comm_hook("int8" if name == "no memory" else "topk", **METHOD).register(ddp)
+        result[name] = warned(partial(act, ddp, sgd(ddp), acts))
+        hook.close()
+
+    ddp = wrapped(model())
+    hook = comm_hook("topk", **METHOD).register(ddp)
+    newton = torch.optim.LBFGS(ddp.parameters(), 0.01, max_iter=3)
+    result["closure"] = warned(
+        lambda: [newton.step(partial(backward, ddp, step)) for step in range(3)]
+    )
+    hook.close()
+    return result
+
+
+@job
+def unsuitable(rank: int, size: int) -> dict[str, Any]:
+    """Train with an optimizer that repeats what the method does, and with one that does not."""
+    result: dict[str, Any] = {}
+    for name, compressor, memory, kind in (
+        ("rule", "dlion", None, torch.optim.Adam),
+        ("memory", "topk", "dgc", torch.optim.Adam),
+        ("right", "dlion", None, partial(torch.optim.SGD, weight_decay=0.1)),
+    ):
+        ddp = wrapped(model())
+        optimizer: Any = kind(ddp.parameters(), lr=0.01)
+        hook = comm_hook(compressor, memory=memory).register(ddp)
+        result[name] = warned(partial(train, ddp, optimizer, range(3), rank))
+        hook.close()
+    return result
+
+
+@job
 def other_scalers(rank: int, size: int) -> dict[str, Any]:
     """A GradScaler that the hook follows, or does not, or that scales another model."""
     result: dict[str, Any] = {}
@@ -1511,6 +1574,23 @@ def lives(rank: int, size: int) -> dict[str, Any]:
         train(ddp, sgd(ddp), range(2), rank)
     result["unfrozen"] = [str(w.message) for w in caught if "branch" in str(w.message)]
     hook.close()
+
+    def add(net: Any) -> None:
+        net.register_parameter("extra", nn.Parameter(torch.ones(1)))
+
+    def assign(net: Any) -> None:
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+
+    def parametrize(net: Any) -> None:
+        torch.nn.utils.parametrizations.weight_norm(net.branch)
+
+    for change in (add, assign, parametrize):
+        part = model()
+        ddp = wrapped(part, find_unused_parameters=True)
+        hook = comm_hook("none").register(ddp)
+        change(part)
+        result[change.__name__] = warned(lambda ddp=ddp: [ddp(x) for _ in range(2)])
+        hook.close()
 
     hook = comm_hook("topk", **METHOD, ratio="0:0.25/2:0.01")
     ended = hooked(rank, hook)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd
+from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, warned
 from jobs import digest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -66,9 +66,9 @@ def schedule(step: int) -> float:
     return 1.0 if step < 2 else 0.25
 
 
-def train(net: nn.Module, steps: range, rank: int, hook: Any = None) -> Any:
+def train(net: nn.Module, steps: range, rank: int, hook: Any = None, optimizer: Any = None) -> Any:
     """Train as a user would; `hook`, if given, follows the rates of `schedule`."""
-    optimizer = sgd(net)
+    optimizer = optimizer or sgd(net)
     for step in steps:
         if hook is not None:
             hook.lr = schedule(step)
@@ -106,7 +106,7 @@ def alone(
     net, settings = model(), hook.settings
     named = dict(net.named_parameters())
     modules = [_Alone(settings, each.layout, each.start, size, replicas) for each in hook._modules]
-    optimizer = sgd(net)
+    optimizer = sgd(net, hook)
     for step in range(steps):
         means = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
         gradients_of = [of(net, step, rank) for rank in range(replicas * size)]
@@ -184,7 +184,7 @@ class _Alone:
 def hooked(rank: int, hook: Any, steps: int = STEPS, **options: Any) -> Tensor:
     net = sharded(**options)
     hook.register(net)
-    train(net, range(steps), rank)
+    train(net, range(steps), rank, optimizer=sgd(net, hook))
     return ended(net)
 
 
@@ -344,7 +344,7 @@ def grid(size: int) -> tuple[Any, Any]:
 def two(rank: int, hook: Any, shards: Any, replicas: Any) -> Tensor:
     net = sharded(mesh=shards)
     hook.register(net, replicas=replicas)
-    train(net, range(STEPS), rank)
+    train(net, range(STEPS), rank, optimizer=sgd(net, hook))
     return ended(net)
 
 
@@ -693,6 +693,49 @@ def checkpointed(rank: int, size: int) -> dict[str, Any]:
                 optimizer.step()
 
         result[name] = refused(run) | {"end": digest(ended(net)), "steps": hook.step}
+    return result
+
+
+@job
+def repeated(rank: int, size: int) -> dict[str, Any]:
+    """Exchange twice per optimizer step: FSDP adds the means, or the first ones are discarded."""
+    result: dict[str, Any] = {}
+    for name, acts in {
+        "accumulated": "zbbs" * 3,
+        "discarded": "zbzbs" * 3,
+        "discarded later": "zbsb" * 3,
+    }.items():
+        net = sharded()
+        gcbench.shard_hook("onebit").register(net)
+        optimizer = sgd(net)
+
+        def act(acts: str = acts, net: Any = net, optimizer: Any = optimizer) -> None:
+            x, y = batch(0, rank)
+            for each in acts:
+                if each == "z":
+                    optimizer.zero_grad()
+                elif each == "s":
+                    optimizer.step()
+                else:
+                    cross_entropy(net(x), y).backward()
+
+        result[name] = warned(act)
+    return result
+
+
+@job
+def assigned(rank: int, size: int) -> dict[str, Any]:
+    """`load_state_dict(assign=True)` makes new parameters, which the optimizer does not have."""
+    result: dict[str, Any] = {}
+    for name in ("stale", "later"):
+        net = sharded()
+        hook = gcbench.shard_hook("onebit")
+        if name == "stale":
+            hook.register(net, optimizer=sgd(net))
+        net.load_state_dict({k: v.clone() for k, v in net.state_dict().items()}, assign=True)
+        if name == "later":
+            hook.register(net, optimizer=sgd(net))
+        result[name] = refused(lambda net=net: train(net, range(2), rank))
     return result
 
 

@@ -377,6 +377,38 @@ def test_steps_whose_gradients_bypass_the_hook_cause_one_warning(name, step):
         assert result["skipped"] == 4, "steps that are skipped or change nothing cause none"
 
 
+@pytest.mark.parametrize("name", ["accumulated", "discarded", "closure"])
+def test_several_exchanges_per_step_cause_one_warning(name):
+    for result in of("repeated"):
+        (text,) = result[name]
+        assert re.search(r"exchanges gradients \d times per step of (SGD|LBFGS)", text)
+        assert result["no_sync"] == result["left out"] == result["no memory"] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "memory", "optimizer", "message"),
+    [
+        ("dlion", None, {}, r"Adam would change the directions of .*hook\.optimizer\("),
+        ("topk", "dgc", {}, r"Adam and the memory Dgc\(.* would both apply momentum"),
+        ("topk", "momentum", {"betas": (0.0, 0.9)}, ""),
+        ("topk", None, {}, ""),
+    ],
+)
+def test_an_optimizer_that_repeats_what_the_method_does_is_refused_or_named(
+    method, memory, optimizer, message
+):
+    adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], **optimizer)
+    if message:
+        with pytest.raises(UsageError, match=message):
+            gcbench.comm_hook(method, memory=memory, optimizer=adam)
+        for result in of("unsuitable"):
+            (text,) = result["memory" if memory else "rule"]
+            assert re.search(message, text)
+            assert result["right"] == []
+    else:
+        gcbench.comm_hook(method, memory=memory, optimizer=adam)
+
+
 def test_a_scaler_that_is_not_followed_is_named_once():
     for result in of("other_scalers"):
         (text,) = result.pop("other")
@@ -604,6 +636,9 @@ def test_changes_behind_the_hook_are_noticed():
         assert result["python reducer"]["kind"] == "UsageError"
         assert len(result["unfrozen"]) == 1
         assert "branch.weight" in result["unfrozen"][0]
+        for name, parameter in (("add", "extra"), ("assign", "weight"), ("parametrize", "branch")):
+            (text,) = result[name]
+            assert re.match(rf"\S*{parameter}.* when the hook was registered, and does now", text)
 
 
 def test_fields_change_by_step_as_in_a_run():

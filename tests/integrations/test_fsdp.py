@@ -5,8 +5,10 @@ Jobs of real processes are in fsdp_jobs.py; they are started once for each numbe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import ClassVar
@@ -24,6 +26,7 @@ from gcbench.core import registry
 from gcbench.core.compressor import MultiRoundCompressor, Segments, layout_bytes
 from gcbench.core.errors import UsageError
 from gcbench.integrations import fsdp, scheme, sharded
+from gcbench.integrations.hook import AfterForward, ignored
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.scheme import Scheme
 
@@ -370,6 +373,25 @@ def test_activation_checkpointing_changes_no_bit(name):
         assert result[name]["text"] == ""
         assert result[name]["steps"] == fsdp_jobs.STEPS
         assert result[name]["end"] == result["none"]["end"]
+
+
+def test_discarded_exchanges_are_named_and_accumulated_ones_are_not():
+    for result in of("repeated"):
+        assert result["accumulated"] == []
+        for name in ("discarded", "discarded later"):
+            (text,) = result[name]
+            assert "the hook exchanges gradients 2 times per step of SGD" in text
+
+
+def test_an_optimizer_of_parameters_that_a_load_replaced_is_refused():
+    for result in of("assigned"):
+        assert "the optimizer has none of the model's parameters" in result["stale"]["text"]
+        assert result["later"]["text"] == ""
+
+
+def test_a_pickled_model_has_no_hook():
+    after = AfterForward(gcbench.shard_hook("int8"))
+    assert pickle.loads(pickle.dumps(after)) is copy.deepcopy(after) is ignored
 
 
 def test_a_module_unfrozen_after_register_is_named():
