@@ -34,10 +34,10 @@ from gcbench.core.fragments import Rounds, of_names
 from gcbench.integrations import agreement, arguments, check, handshake, steps
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.handshake import Roster
-from gcbench.integrations.hook import Hook, HookSettings, RankState, common_settings
+from gcbench.integrations.hook import AfterForward, Hook, HookSettings, RankState, common_settings
 from gcbench.integrations.hook_world import HookWorld
 from gcbench.integrations.level import Level
-from gcbench.integrations.rates import Rates
+from gcbench.integrations.rates import Rates, plain
 
 UNCOUNTED = 2
 """Steps of other optimizers in succession at which `LocalSteps` warns."""
@@ -177,13 +177,21 @@ def local_steps(
         outer_nesterov=arguments.flag("outer_nesterov", outer_nesterov),
     )
     settings.check()
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optimizer={optimizer!r:.80}: expected a torch.optim.Optimizer")
+    optimizer = plain(optimizer)
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
             "DistributedDataParallel averages gradients at every step. Pass the plain module"
         )
     return LocalSteps(settings, model, optimizer, state)
+
+
+class BeforeLoad(AfterForward):
+    """Calls the rounds of a model before it loads a state. A copy of the model has no rounds."""
+
+    def __call__(self, model: nn.Module, *arguments: Any) -> None:
+        """Let the rounds remember the present parameters."""
+        rounds: Any = self._hook
+        rounds._before_load()
 
 
 class LocalSteps(Hook):
@@ -209,6 +217,10 @@ class LocalSteps(Hook):
         """Kinds of warnings so far: each is issued once."""
         self._saved = False
         """Whether a state was saved or loaded after the last step."""
+        self._unloaded: str | None = None
+        """Digest of the parameters before the model loaded a state, until the next step."""
+        self._overwritten = False
+        """Whether a state that the model loaded had other parameters."""
         group = dist.group.WORLD
         assert group is not None
         self._size = group.size()
@@ -227,8 +239,10 @@ class LocalSteps(Hook):
             self._fail(error)
             raise
         self._handles: list[Any] = [
-            optimizer.register_step_post_hook(lambda *_: self._stepped()),
+            optimizer.register_step_post_hook(steps.uncompiled(lambda *_: self._stepped())),
             steps.after_optimizers(self, LocalSteps._other_stepped),
+            optimizer.register_step_pre_hook(steps.uncompiled(lambda *_: self._compare_loaded())),
+            model.register_load_state_dict_pre_hook(BeforeLoad(self)),  # type: ignore[no-untyped-call]
         ]
 
     @property
@@ -284,6 +298,11 @@ class LocalSteps(Hook):
             raise UsageError(
                 f"a {type(model).__name__} with float32 parameters that require a gradient is "
                 "expected: differences of parameters are exchanged in float32"
+            )
+        if any(hasattr(p, "to_local") for p in named.values()):
+            raise UsageError(
+                "the parameters are sharded (DTensors), and local steps need whole ones on every "
+                "rank. Use gcbench.shard_hook, or leave fully_shard out"
             )
         device = next(iter(named.values())).device
         handshake.check_backend("the default", group, device)
@@ -484,8 +503,29 @@ class LocalSteps(Hook):
         self._outer.step()
         self._outer.zero_grad()
 
+    def _before_load(self) -> None:
+        """Remember the parameters before `model.load_state_dict`."""
+        if self._unloaded is None:
+            self._unloaded = _digest(self._parameters)
+
+    def _compare_loaded(self) -> None:
+        """Note whether `model.load_state_dict` changed parameters and nothing restored them."""
+        if self._unloaded is not None:
+            self._overwritten |= _digest(self._parameters) != self._unloaded
+            self._unloaded = None
+
     def _replaced(self, step: int) -> Fault | None:
-        """Return a fault if the model has another parameter by a name; warn about further ones."""
+        """Return a fault if something replaced parameters; warn about further ones."""
+        self._compare_loaded()
+        if self._overwritten:
+            error = UsageError(
+                f"rank {self._level.world.rank}: model.load_state_dict changed parameters after "
+                "gcbench.local_steps was called, and the exchange would send the change as if "
+                "training had made it. Load first, then call gcbench.local_steps. To return to an "
+                "earlier step also load its rounds.state_dict(), or call rounds.close() and "
+                "gcbench.local_steps again"
+            )
+            return Fault.of(error, step)
         registered = dict(zip(self._names, self._parameters, strict=True))
         present = dict(self._model.named_parameters(remove_duplicate=False))
         numbers = {id(p) for p in present.values()}
@@ -553,6 +593,7 @@ class LocalSteps(Hook):
         exchange.load_state_dict(sealed.entry(entry, "exchange"))
         self._level.exchange, self._step, self._since = exchange, step, since
         self._uncounted, self._saved = 0, True
+        self._unloaded, self._overwritten = None, False
         with torch.no_grad():
             for x, value, moment in zip(self._common_x, parameters, moments, strict=True):
                 x.copy_(value)

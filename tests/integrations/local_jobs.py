@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.utils.prune
 from ddp_jobs import changed, refused, warned
 from jobs import digest
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import gcbench
 from gcbench.training.configuration import Config
@@ -256,6 +259,29 @@ def other_parameters(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def loads(rank: int, size: int) -> dict[str, Any]:
+    """Load another model during rounds: on all ranks, on one, and only for an evaluation."""
+    config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
+    for name in ("all", "one", "evaluation", "with the rounds", "copy"):
+        loop = Loop(config, rank)
+        rounds = loop.local_steps(timeout=30.0)
+        loop.run(range(1))
+        saved = copy.deepcopy(loop.model.state_dict()), rounds.state_dict()
+        loop.run(range(1, 3))
+        other = copy.deepcopy(loop.model) if name == "copy" else loop.model
+        present = copy.deepcopy(loop.model.state_dict())
+        if name != "one" or rank:
+            other.load_state_dict(saved[0])
+        if name == "evaluation":
+            other.load_state_dict(present)
+        elif name == "with the rounds":
+            rounds.load_state_dict(saved[1])
+        result[name] = refused(lambda loop=loop: loop.run(range(3, 6)))
+        warned(rounds.close)
+    return result
+
+
+@job
 def open_rounds(rank: int, size: int) -> dict[str, Any]:
     """Close in the middle of a round, and make fewer steps on rank 1."""
     config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
@@ -308,4 +334,17 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     half = nn.Linear(4, 2).double()
     optimizer = torch.optim.SGD(half.parameters(), 0.1)
     result["double"] = refused(lambda: gcbench.local_steps(half, optimizer, "int8", every=2))
+    shards: Any = fully_shard(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(shards.parameters(), 0.1)
+    result["sharded"] = refused(lambda: gcbench.local_steps(shards, optimizer, "int8", every=2))
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    prepared: Any = SimpleNamespace(optimizer=optimizer)  # as frameworks wrap it
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(1.0)
+    steps = gcbench.local_steps(net, prepared, "int8", every=2)
+    optimizer.step()
+    result["wrapped"] = steps.step
+    warned(steps.close)
     return result

@@ -79,6 +79,8 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert result["no open step"]["kind"] == "UsageError"
         assert "open steps: rank 0 0, rank 1 1" in result["no open step"]["text"]
         assert "float32" in result["double"]["text"]
+        assert "shard_hook" in result["sharded"]["text"]
+        assert result["wrapped"] == 1, "the optimizer inside a framework's wrapper is counted"
         assert "at most" in result["blocks"]["text"]
         assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
 
@@ -109,6 +111,16 @@ def test_parameters_that_are_not_exchanged_are_named():
         assert "did not require a gradient" in text
     one, other = of("other_parameters")
     assert one["renamed"] == other["renamed"]
+
+
+def test_a_model_loaded_in_a_round_stops_all_ranks():
+    """Unless it was restored, as after an evaluation, or the rounds were loaded as well."""
+    for result in of("loads"):
+        for name in ("all", "one"):
+            assert result[name]["kind"] == "UsageError"
+            assert "model.load_state_dict changed parameters" in result[name]["text"]
+        for name in ("evaluation", "with the rounds", "copy"):
+            assert result[name]["text"] == "", name
 
 
 def test_closing_in_a_round_warns_unless_its_steps_are_saved_or_exchanged():
