@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -351,6 +352,8 @@ class CommHook(Hook):
         unregistered.settle(self)
         self._rates.close()
         if self._worker is not None:
+            for touch in self._touches:
+                touch.remove()
             self._worker.close(CLOSING)
             self._level.world.close()
 
@@ -444,8 +447,24 @@ class CommHook(Hook):
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._waiting: list[_Arrived] = []
+        self._touched: set[str] = set()
+        """Names of the parameters whose gradient a backward pass of this step computed, if some may
+        be unused."""
+        pairs = zip(self._dtypes, self._parameters, strict=True)
+        self._touches = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_touch, self._touched, name)
+            )
+            for name, parameter in pairs
+            if self._partial
+        ]
+        self._used = dict.fromkeys(self._dtypes, 0)
+        """Name -> exchanges of a parameter since `register`, without those where it is unused."""
         self._new_step()
         self._worker = Worker("gcbench comm_hook")
+
+    def _fresh(self, name: str) -> int:
+        return self._used[name]
 
     def _levels(self) -> list[Level]:
         return [] if self._worker is None else [self._level]
@@ -628,6 +647,9 @@ class CommHook(Hook):
 
     def _new_step(self) -> None:
         self._left = [len(lane) for lane in self._plan.lanes]
+        self._touched.clear()
+        self._idle: set[str] = set()
+        """Names of the parameters that no rank used, of the lanes exchanged in this step."""
         self._seen: set[str] = set()
         self._compared: list[Comparison] = []
         self._misfit: Fault | None = None
@@ -752,12 +774,15 @@ class CommHook(Hook):
         gradient = self._flat[self._plan.stretch(number)]
         before = replace(world.traffic[0])
         idle = self._unused(tensors) if self._partial else []
+        for placed in idle:
+            placed.of(self._flat).zero_()  # DDP passes on what `.grad` holds from an earlier step
         if len(idle) == len(tensors):
-            gradient.zero_()  # the signs of zeros may differ between ranks
             return
+        for placed in tensors:
+            self._used[placed.name] += placed.name not in self._idle
         level.unscale(gradient)
         if self._looks:
-            self._look(level, number, gradient, [placed.name for placed in idle])
+            self._look(level, number, gradient, self._idle)
         with plans.set_aside(level.exchange, self._plan, idle):
             every = self.settings.check_every
             plain = None
@@ -805,10 +830,14 @@ class CommHook(Hook):
             self._compared.append(check.compare(self._step, placed.name, mean, expected, bits))
 
     def _unused(self, tensors: Sequence[Placed]) -> list[Placed]:
-        """Return the tensors whose gradient is zero on every rank: DDP drops their mean."""
-        used = [placed.of(self._flat).any() for placed in tensors]
-        flags = self._level.world.all_reduce([torch.stack(used).to(torch.uint8)], "max").tolist()
-        return [placed for placed, flag in zip(tensors, flags, strict=True) if not flag]
+        """Return the tensors that no rank used: DDP drops their mean."""
+        world = self._level.world
+        used = [placed.name in self._touched for placed in tensors]
+        sent = torch.tensor(used, dtype=torch.uint8, device=world.device)
+        flags = world.all_reduce([sent], "max").tolist()
+        idle = [placed for placed, flag in zip(tensors, flags, strict=True) if not flag]
+        self._idle.update(placed.name for placed in idle)
+        return idle
 
     def _plain_mean(self, number: int, gradient: Tensor) -> Tensor:
         """Return the plain mean to compare the compressed one with; count bytes in `checked`.
@@ -836,7 +865,8 @@ class CommHook(Hook):
         ]
         for each in finished:
             for placed, part in each.parts:
-                part.copy_(placed.of(self._flat))
+                if placed.name not in self._idle:
+                    part.copy_(placed.of(self._flat))
         return finished
 
     def _end_step(self) -> None:
@@ -915,6 +945,11 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
         raise UsageError(
             f"parameters on {', '.join(devices)}: expected one CPU or one CUDA device per rank"
         )
+
+
+def _touch(touched: set[str], name: str, parameter: Tensor) -> None:
+    """Note that a backward pass computed the gradient of a parameter."""
+    touched.add(name)
 
 
 def _result(done: torch.futures.Future[Any]) -> Tensor:

@@ -427,6 +427,7 @@ class ShardHook(Hook):
                 )
             self._modules.append(module)
             start += layout.numel
+        self._module_of = {p.name: m for m in self._modules for p in m.target.parameters}
         return self._tensors()
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -525,6 +526,9 @@ class ShardHook(Hook):
             if name in self._groups:
                 gather = _Gather(self, self._groups[name], param_group._all_gather_comm)
                 each.set_custom_all_gather(gather)
+
+    def _fresh(self, name: str) -> int:
+        return self._module_of[name].fresh
 
     def _levels(self) -> list[Level]:
         return [level for module in self._modules for level in module.levels]
@@ -696,6 +700,8 @@ class _Module(_Collective):
             parameter.name: tensor.dtype
             for parameter, tensor in zip(target.parameters, target.tensors, strict=True)
         }
+        self.added = 0
+        """Exchanges whose mean FSDP added to one that no optimizer had applied."""
         self.agreed = False
         """Whether all ranks know of the error that is about to be raised."""
         self.misfit: Fault | None = None
@@ -706,6 +712,11 @@ class _Module(_Collective):
         """None: a shard has no replicas."""
         self.user_hook: Callable[[Tensor], None] | None = None
         """The user's all-reduce hook, which `count` replaces."""
+
+    @property
+    def fresh(self) -> int:
+        """Exchanges without `added`."""
+        return self.step - self.added
 
     @property
     def levels(self) -> list[Level]:
@@ -773,8 +784,7 @@ class _Module(_Collective):
         with self.hook._exchanging(self):
             if self.name in self.hook._reduced:
                 self.hook._new_step()
-            if not self.hook._reduced and self._accumulates():
-                self.hook._added += 1
+            self.added += self._accumulates()
             self.hook._reduced.add(self.name)
             taken = self._agree("reduce-scatter", level, gradients)
             output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
@@ -825,10 +835,12 @@ class _Module(_Collective):
 
     def _accumulates(self) -> bool:
         """Return whether FSDP will add this mean to one that no optimizer has applied."""
-        hook = self.hook
-        gradients: list[Any] = [tensor.grad for tensor in self.target.tensors]
-        return hook._rates.waits(hook.step - hook._added) and any(
-            each is not None and bool(each.to_local().any()) for each in gradients
+        pairs: Any = zip(self.target.parameters, self.target.tensors, strict=True)
+        return any(
+            tensor.grad is not None
+            and self.hook._rates.waits(parameter.name, self.fresh)
+            and bool(tensor.grad.to_local().any())
+            for parameter, tensor in pairs
         )
 
     def count(self, row: Tensor) -> None:

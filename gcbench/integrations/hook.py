@@ -6,7 +6,7 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -235,7 +235,7 @@ class Hook:
         """States loaded since `register`: the ranks compare it at the next exchange."""
         self._failed: BaseException | None = None
         self._summary: dict[str, Any] = {}
-        self._size = self._skipped = self._added = 0
+        self._size = self._skipped = 0
 
     # -- attributes --------------------------------------------------------------------------------
 
@@ -279,6 +279,10 @@ class Hook:
     def agreement(self) -> Traffic:
         """The part of `traffic` by which ranks agree before and after each exchange."""
         return total(level.exchange.agreement for level in self._levels())
+
+    def _fresh(self, name: str) -> int:
+        """Return how many gradients of a parameter were exchanged; see `Progress`."""
+        raise NotImplementedError
 
     def _levels(self) -> list[Level]:
         """Return this rank's exchanges."""
@@ -415,7 +419,7 @@ class Hook:
             if hook is None or hook._closed or hook._failed is not None:
                 return None
             remembers = any(level.remembers for level in hook._levels())
-            return Progress(hook.step, hook._added, remembers)
+            return Progress(hook.step, hook._fresh, remembers)
 
         self._rates.bind(parameters, stepped, progress)
 
@@ -443,7 +447,9 @@ class Hook:
             fault = agreement.agree(level.exchange, fault, common)
         return fault
 
-    def _look(self, level: Level, number: int, gradient: Tensor, skip: Sequence[str] = ()) -> None:
+    def _look(
+        self, level: Level, number: int, gradient: Tensor, skip: Collection[str] = ()
+    ) -> None:
         """Warn, once per hook, if a residual of a lane is far larger than its gradient."""
         level.look(number, gradient, skip)
         if level.watch.warned:

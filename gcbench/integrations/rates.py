@@ -24,9 +24,10 @@ class Progress(NamedTuple):
     """How far a hook is when an optimizer steps."""
 
     exchanges: int
-    added: int = 0
-    """Exchanges whose means FSDP added to earlier ones, which were not exchanged again."""
-    remembers: bool = False
+    fresh: Callable[[str], int]
+    """Returns how many gradients of a parameter were exchanged, by its name, without those that the
+    loss did not use and those whose mean FSDP added to the last one."""
+    remembers: bool
     """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
 
 
@@ -57,10 +58,10 @@ class Rates:
         """Kinds of warnings so far: each is issued once."""
         self._unsuitable = unsuitable
         self._progress: Callable[[], Progress | None] = lambda: None
-        self._applied = 0
-        """Number of exchanges, without `added`, at the last step that moved the parameters."""
-        self._repeats = 0
-        """Successive steps until then that had several exchanges before them."""
+        self._applied: dict[str, int] = {}
+        """Name -> its `fresh` exchanges at the last step that moved this parameter."""
+        self._repeats: dict[str, int] = {}
+        """Name -> successive steps until then that had several exchanges before them."""
         self._last: int | None = None
         """Number of exchanges at the last step of an optimizer."""
         self._idle: dict[int, int] = {}
@@ -115,7 +116,7 @@ class Rates:
         """
         self._progress, now = progress, progress()
         if now is not None:
-            self._last, self._applied = now.exchanges, now.exchanges - now.added
+            self._last = now.exchanges
         if not self._handles:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
@@ -151,6 +152,7 @@ class Rates:
             return
         if any(True for _ in self._moves(optimizer)):
             self._suit(optimizer)
+        if progress.remembers and "repeat" not in self._warned:
             self._repeat(optimizer, progress)
         self._count(optimizer, progress.exchanges)
 
@@ -162,9 +164,9 @@ class Rates:
                 if name is not None and parameter.grad is not None and "lr" in group:
                     yield name, float(group["lr"])
 
-    def waits(self, exchanges: int) -> bool:
-        """Return whether no optimizer has applied the last of these exchanges, without `added`."""
-        return exchanges > self._applied
+    def waits(self, name: str, fresh: int) -> bool:
+        """Return whether no optimizer has applied the last of a parameter's exchanges."""
+        return fresh > self._applied.get(name, 0)
 
     def _suit(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn, once, if an optimizer must not apply the method's means."""
@@ -173,20 +175,26 @@ class Rates:
             warnings.warn(why, stacklevel=5)
 
     def _repeat(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Warn, once, if several exchanges precede each step of an optimizer.
+        """Warn, once, if several exchanges of a parameter precede each step that moves it.
 
         The method's state then has a part of gradients that were exchanged twice or discarded. A
         single step after several exchanges is the next one after a step that the job left out.
         """
-        exchanges = progress.exchanges - progress.added
-        count, self._applied = exchanges - self._applied, exchanges
-        if count:  # otherwise another optimizer stepped after the same exchange
-            self._repeats = self._repeats + 1 if count > 1 else 0
-        if self._repeats < REPEATED or not progress.remembers or "repeat" in self._warned:
+        counts = {}
+        for name, _ in self._moves(optimizer):
+            fresh = progress.fresh(name)
+            count, self._applied[name] = fresh - self._applied.get(name, 0), fresh
+            if count:  # otherwise another optimizer stepped after the same exchange
+                self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
+            if self._repeats.get(name, 0) >= REPEATED:
+                counts[name] = count
+        if not counts:
             return
+        name, count = next(iter(counts.items()))
         self._warned.add("repeat")
         warnings.warn(
-            f"the hook exchanges gradients {count} times per step of {type(optimizer).__name__}, "
+            f"the hook exchanges gradients of {name} {count} times per step of "
+            f"{type(optimizer).__name__}, "
             "and the method's residuals, momentum or update rule take a part of each. Does the job "
             "accumulate gradients? With DDP run all backward passes but the last under "
             "model.no_sync(), forward pass included. Does it discard some, as a GAN, an "

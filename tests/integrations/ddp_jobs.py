@@ -516,7 +516,13 @@ def unused(rank: int, size: int) -> dict[str, Any]:
         same = torch.equal(residuals_after[1], residuals_after[2]) and (
             owners[1] is None or torch.equal(owners[1], owners[2])
         )
+        branch = ddp.module.branch.weight
+        present = [residual(hook, "branch.weight").clone(), branch.grad.clone()]
+        x, y = batch(0, rank)
+        cross_entropy(ddp(x, branch=False), y).backward()  # DDP passes on the earlier gradient
+        later = [residual(hook, "branch.weight"), branch.grad]
         result[name] = {
+            "earlier gradient": [torch.equal(*pair) for pair in zip(present, later, strict=True)],
             "none": steps,
             "carried": bool(residuals_after[1].any()),
             "kept": same,
@@ -997,6 +1003,25 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
         ddp = wrapped(model())
         hook = comm_hook("int8" if name == "no memory" else "topk", **METHOD).register(ddp)
         result[name] = warned(partial(act, ddp, sgd(ddp), acts))
+        hook.close()
+
+    for name in ("two optimizers", "two optimizers, frozen"):
+        ddp = wrapped(model(), find_unused_parameters=True)
+        hook = comm_hook("topk", **METHOD).register(ddp)
+        parts = [ddp.module.branch, nn.ModuleList([ddp.module.conv, ddp.module.hidden])]
+        pairs = [(part, sgd(part)) for part in parts]
+
+        def alternate(name: str = name, ddp: Any = ddp, pairs: Any = pairs) -> None:
+            for step in range(8):
+                _, optimizer = pairs[step % 2]
+                other, _ = pairs[1 - step % 2]
+                other.requires_grad_("frozen" not in name)
+                optimizer.zero_grad()
+                backward(ddp, step)
+                optimizer.step()
+                other.requires_grad_(True)
+
+        result[name] = warned(alternate)
         hook.close()
 
     ddp = wrapped(model())

@@ -152,6 +152,7 @@ def test_the_state_of_an_unused_parameter_waits(name, size):
         assert result["carried"]
         assert result["kept"]
         assert result["moves on"]
+        assert result["earlier gradient"] == [True, True], "it stays, and is not sent again"
         assert "branch.weight" not in result["compared at 2"]
         assert "hidden.weight" in result["compared at 2"]
     assert len({result["sum"] for result in every}) == 1, "replicas are the same"
@@ -377,12 +378,13 @@ def test_steps_whose_gradients_bypass_the_hook_cause_one_warning(name, step):
         assert result["skipped"] == 4, "steps that are skipped or change nothing cause none"
 
 
-@pytest.mark.parametrize("name", ["accumulated", "discarded", "closure"])
+@pytest.mark.parametrize("name", ["accumulated", "discarded", "two optimizers", "closure"])
 def test_several_exchanges_per_step_cause_one_warning(name):
     for result in of("repeated"):
         (text,) = result[name]
-        assert re.search(r"exchanges gradients \d times per step of (SGD|LBFGS)", text)
-        assert result["no_sync"] == result["left out"] == result["no memory"] == []
+        assert re.search(r"exchanges gradients of \S+ \d times per step of (SGD|LBFGS)", text)
+        for other in ("no_sync", "left out", "no memory", "two optimizers, frozen"):
+            assert result[other] == [], other
 
 
 @pytest.mark.parametrize(

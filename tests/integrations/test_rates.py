@@ -29,6 +29,9 @@ class OneLevel(Hook):
     def step(self) -> int:
         return self._exchanged
 
+    def _fresh(self, name: str) -> int:
+        return self._exchanged
+
     def _levels(self) -> list[Level]:
         return [self._level]
 
