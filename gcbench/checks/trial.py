@@ -186,7 +186,7 @@ class Trial:
         if self.profile.random and rank == 0 and not self.large:
             for turn in range(1, oracle.DRAWS):
                 key = self.case.key()
-                key = key._replace(seed=key.seed + turn * 1009)
+                key = key._replace(step=(key.step + turn * 1009) % 2**32)
                 drawn = self.profile.drawn
                 shared = self.calls.shared([x], self.segments, key) if drawn else self.shared
                 sent = self.calls.encode(x, self.segments, shared, key)

@@ -184,23 +184,21 @@ class Rates:
         for name, _ in self._moves(optimizer):
             fresh = progress.fresh(name)
             count, self._applied[name] = fresh - self._applied.get(name, 0), fresh
-            if count:  # otherwise another optimizer stepped after the same exchange
-                self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
-            if self._repeats.get(name, 0) >= REPEATED:
+            self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
+            if self._repeats[name] >= REPEATED:
                 counts[name] = count
         if not counts:
             return
         name, count = next(iter(counts.items()))
         self._warned.add("repeat")
         warnings.warn(
-            f"the hook exchanges gradients of {name} {count} times per step of "
-            f"{type(optimizer).__name__}, "
-            "and the method's residuals, momentum or update rule take a part of each. Does the job "
-            "accumulate gradients? With DDP run all backward passes but the last under "
-            "model.no_sync(), forward pass included. Does it discard some, as a GAN, an "
-            "adversarial attack or SAM does? Run those passes under no_sync(), or with "
-            "requires_grad_(False) of the parameters, or use torch.autograd.grad. An optimizer "
-            'that evaluates a closure several times needs memory="none"',
+            f"the hook exchanges the gradient of {name} {count} times per step of "
+            f"{type(optimizer).__name__}, and the method's residuals, momentum or update rule keep "
+            "a part of each. If the job accumulates gradients under DDP, run all forward and "
+            "backward passes but the last under model.no_sync(). If it discards some, as a GAN, an "
+            "adversarial attack or SAM does, run those passes under no_sync(), or freeze the "
+            "parameters by requires_grad_(False), or use torch.autograd.grad. An optimizer that "
+            'evaluates a closure several times needs memory="none"',
             stacklevel=5,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from wrong_methods import TOP, Levels, LevelsClaims, spread
 
 from gcbench import ops
 from gcbench.core import registry
@@ -159,6 +160,30 @@ class RatedClaims(Claims, of=Rated):
         return min(size, 0.05 * size + len(x) * 2.0**-240)
 
 
+class CoarseSteps(Levels):
+    """Rounds at random to 15 levels, at odd steps to 3 of them."""
+
+    @property
+    def claims(self):
+        return CoarseStepsClaims(self)
+
+    def encode(self, x, ctx):
+        codes, scale = super().encode(x, ctx)
+        if ctx.key.step % 2:
+            level = x.abs() / spread(scale, ctx.segments).clamp(min=2.0**-126)
+            up = self.draws(ctx.key, len(x)) < level
+            codes = torch.where(up, TOP * x.sign(), 0.0).to(torch.int8)
+        return codes, scale
+
+
+class CoarseStepsClaims(LevelsClaims):
+    def variance(self, x, ctx):
+        if not ctx.key.step % 2:
+            return super().variance(x, ctx)
+        scale = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double()
+        return scale * x.double().abs() - x.double() ** 2
+
+
 class Resetting(Residual):
     """Drops the error at every 64th step, and says so."""
 
@@ -250,5 +275,5 @@ class Corrected(Memory):
         return self
 
 
-METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated)
+METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps)
 MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected)

@@ -535,6 +535,23 @@ def unused(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def stale(rank: int, size: int) -> dict[str, Any]:
+    """A large gradient of an earlier step does not take part in the choice of the largest ones."""
+    x, y = batch(0, rank)
+    means = []
+    for earlier in (None, torch.full((40, 40), 1e3)):
+        net = model()
+        ddp = wrapped(net, find_unused_parameters=True)
+        hook = comm_hook("topk", granularity="model", memory="none", bucket_mb=25.0).register(ddp)
+        net.branch.weight.grad = earlier
+        cross_entropy(ddp(x, branch=False), y).backward()
+        others = {n: p.grad for n, p in net.named_parameters() if "branch" not in n}
+        means.append(torch.cat([gradient.flatten() for gradient in others.values()]))
+        hook.close()
+    return {"equal": torch.equal(*means)}
+
+
+@job
 def one_rank(rank: int, size: int) -> dict[str, Any]:
     """With one rank in the group nothing is compressed; steps are counted, over a restart, too."""
     groups = [dist.new_group([each]) for each in range(size)]

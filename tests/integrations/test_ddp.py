@@ -156,6 +156,7 @@ def test_the_state_of_an_unused_parameter_waits(name, size):
         assert "branch.weight" not in result["compared at 2"]
         assert "hidden.weight" in result["compared at 2"]
     assert len({result["sum"] for result in every}) == 1, "replicas are the same"
+    assert all(result["equal"] for result in of("stale"))
 
 
 def test_one_rank_only_counts_steps():
@@ -382,7 +383,7 @@ def test_steps_whose_gradients_bypass_the_hook_cause_one_warning(name, step):
 def test_several_exchanges_per_step_cause_one_warning(name):
     for result in of("repeated"):
         (text,) = result[name]
-        assert re.search(r"exchanges gradients of \S+ \d times per step of (SGD|LBFGS)", text)
+        assert re.search(r"exchanges the gradient of \S+ \d times per step of (SGD|LBFGS)", text)
         for other in ("no_sync", "left out", "no memory", "two optimizers, frozen"):
             assert result[other] == [], other
 

@@ -380,7 +380,7 @@ def test_discarded_exchanges_are_named_and_accumulated_ones_are_not():
         assert result["accumulated"] == []
         for name in ("discarded", "discarded later"):
             (text,) = result[name]
-            assert re.search(r"exchanges gradients of \S+ 2 times per step of SGD", text)
+            assert re.search(r"exchanges the gradient of \S+ 2 times per step of SGD", text)
 
 
 def test_an_optimizer_of_parameters_that_a_load_replaced_is_refused():
