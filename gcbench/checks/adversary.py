@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -57,13 +57,20 @@ class Search:
     """One search on one method; `covered` and `findings` have the result."""
 
     def __init__(
-        self, method: Compressor, effort: Effort = FULL, seed: int = 0, *, shrink: int = 40
+        self,
+        method: Compressor,
+        effort: Effort = FULL,
+        seed: int = 0,
+        *,
+        shrink: int = 40,
+        before: Mapping[str, Any] | None = None,
     ) -> None:
+        """`before`: the `process_state` before the first call of the method; default: now."""
         self.calls = Calls(method)
         self.effort, self.seed, self.shrink = effort, seed, shrink
         self.findings: list[Finding] = []
         self.inputs = 0
-        self.globals = _global_state()
+        self.before = before or process_state()
 
     @property
     def covered(self) -> dict[str, Covered]:
@@ -139,11 +146,17 @@ class Search:
 
     def _others(self) -> None:
         far = [self._far] * self.effort.far
-        for part in (self._same_length, self._not_finite, self._worst_value, *far):
+        for part in (
+            self._same_length,
+            self._same_place,
+            self._not_finite,
+            self._worst_value,
+            *far,
+        ):
             if not self.findings:
                 part()
-        after = _global_state()
-        changed = [name for name, value in self.globals.items() if after[name] != value]
+        after = process_state()
+        changed = [name for name, value in self.before.items() if after[name] != value]
         if changed and not self.findings:
             what = f"changes the process: {', '.join(changed)}"
             self.findings.append(Finding("encode", what, "any input"))
@@ -203,6 +216,36 @@ class Search:
                     Finding("decode", "encodings of other segments change it", str(one.case))
                 )
                 return
+
+    def _same_place(self) -> None:
+        """Segments that Python stores where others were stored are not taken for those."""
+        calls, method, key = self.calls, self.calls.method, Key(7, 1, 0)
+        calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
+        _, *buckets = inputs.same_length()[:3]
+        x = inputs.EVERY_FAMILY["segments of different norms"](
+            calls_of.segments_of(method, buckets[1]), 0
+        )
+
+        def result(segments: Segments) -> Tensor:
+            if isinstance(method, MultiRoundCompressor):
+                state = calls.initial_state(segments, key)
+                return calls.rounds([x], segments, state, key, torch.zeros(len(x)))[0][0]
+            shared = calls.shared([x], segments, key)
+            return calls.decode(calls.encode(x, segments, shared, key), segments, shared).clone()
+
+        earlier, later = (calls_of.segments_of(method, shapes) for shapes in buckets)
+        first = Segments(earlier.offsets, earlier.shapes)
+        result(first)
+        place, stored = id(first), [later]
+        del first
+        while len(stored) < 1000 and id(stored[-1]) != place:
+            stored.append(Segments(later.offsets, later.shapes))
+        where = f"shapes {inputs.describe(buckets[1])} after {inputs.describe(buckets[0])}"
+        try:
+            what = "of segments that are stored elsewhere, it"
+            same_bits("decode(encode(x))", result(stored[-1]), result(stored[0]), what)
+        except FaultError as fault:
+            self.findings.append(Finding(fault.function, fault.what, where))
 
     def _not_finite(self) -> None:
         """NaN or infinite elements: an error, or finite values."""
@@ -328,7 +371,7 @@ class Search:
         return self.calls.decode_sum(total, segments, shared)
 
 
-def _global_state() -> dict[str, Any]:
+def process_state() -> dict[str, Any]:
     """Return the state of the process that no method may change, by name."""
     return {
         "torch's generator": oracle.raw(torch.random.get_rng_state()),
@@ -336,6 +379,9 @@ def _global_state() -> dict[str, Any]:
         "numpy's generator": repr(numpy.random.get_state()),
         "default dtype": torch.get_default_dtype(),
         "number of threads": torch.get_num_threads(),
+        "gradients enabled": torch.is_grad_enabled(),
+        "precision of matmul": torch.get_float32_matmul_precision(),
+        "denormal numbers": float(torch.tensor(1e-40) * 1.0) != 0.0,
     }
 
 

@@ -252,13 +252,15 @@ class Calls:
         mean = torch.stack(summands).sum(0).div_(len(xs))
         results = []
         for each, part in list(zip(running, outs, strict=True))[:FINISHED]:
+            received = mean.clone()
             try:
-                each.send(mean.clone())
+                each.send(received)
             except StopIteration as end:
                 approximation, final = end.value
             else:
                 raise ValueError("the method has more rounds than parts in its layout")
             results.append((part.copy_(approximation), final))
+            received.fill_(math.nan)  # means are valid until the end of the step
         for each in running[FINISHED:]:
             each.close()
         return results

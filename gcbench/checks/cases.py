@@ -19,6 +19,8 @@ COMPOSITE = 232_792_560
 """Divisible by every number up to 22."""
 STEPS = (0, 1, 7, 499, 500, 1000, 65_535, 10**6, COMPOSITE, 2**31 - 1, 2**31, 2**32 - 1)
 SCALES = (0, -20, -40, -60, -80, -95, 10, 40, 95)
+HUGE = (123, 124)
+"""Scales of a single worker: the largest of all values are above 2^125 and 2^126."""
 WORKERS = (2, 3, 1, 4, 5, 8, 16, 17)
 RANKS = (0, 1, 77, 4095, 2**16, 2**24 - 64)
 SEEDS = (7, 0, 1, 2**31, 2**32 + 1, 2**63 - 1)
@@ -151,6 +153,8 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
     }
     rows = [Case(**row) for row in pairwise(dimensions, seed)]
     yield from map(_tamed, rows[:: effort.every])
+    for scale in HUGE:
+        yield Case(inputs.MIXED, workers=1, scale=scale, residual="zero")
     draw = random.Random(seed + 1)
 
     def drawn(shapes: inputs.Shapes) -> Case:

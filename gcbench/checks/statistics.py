@@ -333,12 +333,16 @@ def _of_workers(method: Compressor, workers: int) -> tuple[Tensor, Tensor]:
 def variance(method: Compressor) -> Measurement:
     """The mean squared error is the declared variance, within the source's bound and `omega`.
 
-    The same holds per coordinate, within chance; see `_deviations`.
+    The same holds per coordinate, within chance; see `_deviations`. An element of a method that
+    declares two levels is decoded as one of two values.
     """
     decoded, target, x, ctx = _drawn(method, _sample())
     declared = method.claims.variance(x, ctx)
     if declared is None:
         raise NotDeclaredError("no exact variance")
+    most = 1 + int(decoded.sort(0).values.diff(dim=0).ne(0).sum(0).max())
+    if method.claims.two_levels and most > 2:
+        return Measurement(f"{most} values of one element", "two levels", False)
     squares = (decoded - target).square()
     errors = squares.sum(1)
     exact = float(declared.view(DRAWS, 64).sum(1).mean())
@@ -422,9 +426,25 @@ def contraction(method: Compressor) -> Measurement:
                 worst = max(worst, mean / size)
     if isinstance(method, MultiRoundCompressor):
         faults += _stuck(method)
+    faults += _wrong_errors(method)
     return Measurement(
         f"{worst:.4f} at most", "the declared bound", not faults, "; ".join(faults[:2])
     )
+
+
+def _wrong_errors(method: Compressor) -> Iterator[str]:
+    """Yield for which relative errors `with_error` returns a method of a larger one."""
+    x = inputs.normal(2000)
+    for alpha in (0.3, 0.5, 0.7):
+        other = method.claims.with_error(alpha)
+        if other is None:
+            return
+        segments = calls.segments_of(other, [(2000,)])
+        actual = math.sqrt(
+            oracle.error_energy(x, calls.round_trip(other, x, segments)) / oracle.energy(x)
+        )
+        if actual > 1.1 * alpha:
+            yield f"with_error({alpha}): {other!r} has a relative error of {actual:.3g}"
 
 
 def _stuck(method: MultiRoundCompressor) -> Iterator[str]:

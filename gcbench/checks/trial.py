@@ -486,6 +486,9 @@ class RoundsTrial:
         before = state.clone()
         (mean, final), *others = self.calls.rounds(xs, self.segments, state, later, out)
         same_bits("in_rounds", state, before, "the state before the step")
+        if not bool(final.isfinite().all()):
+            what = "the next state is not finite once the means of the step are overwritten"
+            raise FaultError("in_rounds", what)
         for other_mean, other_final in others:
             same_bits("in_rounds", other_mean, mean, "the mean on worker 0")
             same_bits("in_rounds", other_final, final, "the final state on worker 0")

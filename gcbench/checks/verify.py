@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from gcbench.checks import against, memories, properties
-from gcbench.checks.adversary import Search
+from gcbench.checks.adversary import Search, process_state
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.checks.cases import FULL, Effort, effort_for
 from gcbench.checks.outcome import Outcome
@@ -63,11 +65,11 @@ def verify(
         variants = [options] if options else registry.compressor(name).variants
         there = in_processes([(name, dict(each)) for each in variants])
     for number, (text, method) in enumerate(configurations):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), process_state()
         rows = listed(method)
         if there:
             rows.append(compared(digests(method), there[number]))
-        search = searched(method, effort_for(method, first=not number))
+        search = searched(method, effort_for(method, first=not number), before)
         rows += search_rows(search)
         if not number:
             rows += _memory_rows(method, carried)
@@ -79,12 +81,17 @@ def verify(
 
 def outcomes(method: Compressor, effort: Effort = FULL) -> list[Outcome]:
     """Return the rows of one method, registered or not: the list of properties, and the search."""
-    return [*listed(method), *search_rows(searched(method, effort))]
+    before = process_state()
+    return [*listed(method), *search_rows(searched(method, effort, before))]
 
 
 def listed(method: Compressor) -> list[Outcome]:
     """Return one row per property of the list."""
-    return [properties.run(method, check) for check in properties.CHECKS]
+    threads = torch.get_num_threads()
+    try:
+        return [properties.run(method, check) for check in properties.CHECKS]
+    finally:
+        torch.set_num_threads(threads)  # a simulated world sets it
 
 
 def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:
@@ -94,9 +101,9 @@ def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:
     return memories.verify(memory.make(name, options), method)
 
 
-def searched(method: Compressor, effort: Effort) -> Search:
-    """Return a finished search on one configuration."""
-    search = Search(method, effort)
+def searched(method: Compressor, effort: Effort, before: Mapping[str, Any]) -> Search:
+    """Return a finished search on one configuration; `before`: see `Search`."""
+    search = Search(method, effort, before=before)
     search.run()
     return search
 

@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import random
 import re
 import sys
 import warnings
@@ -195,12 +196,26 @@ def _from_file(name: str, path: str, base: type) -> type[Any]:
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
+        before = _generators()
         try:
             loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise GcbenchError(f"{path} cannot be loaded: {error!r}") from error
+        if _generators() != before:
+            del sys.modules[module_name]
+            raise GcbenchError(
+                f"{path} changes the state of Python's or torch's random generator when it is "
+                "loaded; draw from a torch.Generator of your own"
+            )
     return _only(module, base, path)
+
+
+def _generators() -> tuple[object, ...]:
+    """Return the states of Python's and torch's global generators."""
+    import torch
+
+    return random.getstate(), bytes(torch.random.get_rng_state())
 
 
 def _forget_changed(name: str, path: str) -> None:

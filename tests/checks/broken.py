@@ -240,6 +240,15 @@ class EpsOneBit(ONEBIT):
     encode_feedback = Compressor.encode_feedback
 
 
+class LastOctaves(INT8):
+    """Overflows where 127 times the largest element does."""
+
+    def encode(self, x, ctx):
+        largest = ops.statistics.absmax(x, ctx.segments)
+        beyond = spread(largest, ctx.segments) * 127 == math.inf
+        return super().encode(torch.where(beyond, 0.5 * x, x), ctx)
+
+
 class HugeInt8(INT8):
     """Clips at 2^64."""
 
@@ -413,6 +422,15 @@ class PlanByNumber(PlanByLength):
 
     def plan(self, segments):
         return segments.numel, len(segments)
+
+
+class PlanByPlace(PlanByLength):
+    """The same, by where Python stores the segments."""
+
+    plans: ClassVar[dict] = {}
+
+    def plan(self, segments):
+        return id(segments), segments.numel
 
 
 class DrawsByStep(Levels):
@@ -652,6 +670,14 @@ class SeedsNumpy(Levels):
 
     def encode(self, x, ctx):
         np.random.seed(ctx.key.step % 2**32)
+        return super().encode(x, ctx)
+
+
+class FlushesDenormals(Levels):
+    """Sets the processor to flush denormal numbers, and leaves it so."""
+
+    def encode(self, x, ctx):
+        torch.set_flush_denormal(True)
         return super().encode(x, ctx)
 
 
@@ -906,6 +932,22 @@ class LocalResult(LocalRounds):
     result = True
 
 
+class LentState(POWER):
+    """The next state is the last mean, whose buffer belongs to the engine."""
+
+    variants: ClassVar[tuple[dict, ...]] = ({},)
+
+    def in_rounds(self, x, state, ctx):
+        rounds = super().in_rounds(x, state, ctx)
+        mean = yield next(rounds)
+        mean = yield rounds.send(mean)
+        try:
+            rounds.send(mean)
+        except StopIteration as end:
+            approximation, final = end.value
+        return approximation, mean.copy_(final)
+
+
 class OnesForZeros(POWER):
     """After a gradient of zeros, a column of zeros becomes ones, which are not a unit vector."""
 
@@ -1023,7 +1065,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "many shards": (ManyShards, LateShard, CrowdedShards),
     "workers of different scale": (FirstScale, OwnLimit, SmallWorkers, HalfMean),
     "output buffers that were used": (DirtyZeros, DirtyMean, DirtySum, DirtyPayload, DirtyRounds),
-    "small and large scales": (EpsQsgd, EpsTopK, EpsOneBit, HugeInt8),
+    "small and large scales": (EpsQsgd, EpsTopK, EpsOneBit, HugeInt8, LastOctaves),
     "a last group of one element": (LastOfOne,),
     "more than 32,768 segments": (ShortIndex, OneNorm),
     "periodic and late steps": (
@@ -1039,6 +1081,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "caches and the order of calls": (
         PlanByLength,
         PlanByNumber,
+        PlanByPlace,
         DrawsByStep,
         LastSegments,
         PlanByEnds,
@@ -1046,12 +1089,15 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         EveryCall,
     ),
     "results that later calls change": (ReusedDecode, ReusedMean, ReusedPrepare),
-    "rounds": (*(LocalRounds, LocalResult, OnesForZeros, SummedRounds, NanRounds, ThinMatrices),),
+    "rounds": (
+        *(LocalRounds, LocalResult, OnesForZeros, SummedRounds, NanRounds, ThinMatrices),
+        LentState,
+    ),
     "gradients that a call changes": (FlushingPrepare,),
     "elements that never arrive": (EverySecond,),
     "the context of an exchange": (
         *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
-        *(ChangesShared, SeedsNumpy),
+        *(ChangesShared, SeedsNumpy, FlushesDenormals),
     ),
     "positions": (LostPlace,),
     "views and guards": (ReadsStorage, WritesBeyond),

@@ -6,7 +6,7 @@ Each method is derived from a built-in one, keeps its declarations, and does one
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -805,6 +805,41 @@ class LowVarianceClaims(LevelsClaims):
         return 0.95 * super().variance(x, ctx)
 
 
+class DitheredClaims(Claims):
+    unbiased = True
+    two_levels = True
+
+    def variance(self, x, ctx):
+        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double() / TOP
+        return step * step / 12
+
+
+@dataclass(frozen=True)
+class Dithered(Compressor):
+    """Subtractive dither, whose errors are uniform, declares two levels."""
+
+    claims = DitheredClaims
+
+    def encode(self, x, ctx):
+        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments) / TOP
+        dither = ops.random.uniform(ctx.key, len(x)) - 0.5
+        return torch.where(step > 0, (torch.round(x / step + dither) - dither) * step, 0.0)
+
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
+class CoarseForAny(TOPK):
+    """Returns a method of almost all of the error, whatever error is asked for."""
+
+    class claims(type(TOPK().claims)):
+        def with_error(self, alpha):
+            return replace(self.codec, ratio=max(1e-4, (1 - alpha) / 100))
+
+
 class LowDelta(TOPK):
     """Declares a delta that is a tenth too large."""
 
@@ -1092,6 +1127,8 @@ WRONG = {
     SeedBits: "independent noise",
     OffsetBits: "independent noise",
     LowVariance: "variance",
+    Dithered: "variance",
+    CoarseForAny: "contraction",
     LowDelta: "contraction",
     LowGaussian: "error on normal input",
     TorchMean: "number of threads",

@@ -485,7 +485,7 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     choices = {check: lambda method: result for check in checks}
     monkeypatch.setattr(properties, "CHECKS", choices)
     search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
-    monkeypatch.setattr(verify, "Search", lambda method, effort: search)
+    monkeypatch.setattr(verify, "Search", lambda method, effort, before: search)
     monkeypatch.setattr(verify, "_memory_rows", lambda method, carried: [])
     texts = [text or "default" for text, _ in properties.configurations(name)]
     assert len(texts) > 1

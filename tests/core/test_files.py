@@ -108,6 +108,15 @@ def test_an_edit_that_does_not_load_is_said(times):
     assert factor(gcbench.get_compressor(str(times))) == 5
 
 
+@pytest.mark.parametrize("line", ["import torch; torch.rand(1)", "import random; random.random()"])
+def test_a_file_that_uses_a_global_generator_is_refused(times, line):
+    with times.open("a") as file:
+        file.write(f"\n{line}\n")
+    for _ in range(2):
+        with pytest.raises(GcbenchError, match="random generator when it is loaded"):
+            gcbench.get_compressor(str(times))
+
+
 def test_a_warning_names_the_file_to_verify(times, monkeypatch):
     method = gcbench.get_compressor(str(times))
     monkeypatch.chdir(times.parent)
