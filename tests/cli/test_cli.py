@@ -450,6 +450,7 @@ def test_an_unexpected_error_is_one_line_too(run, monkeypatch):
 
 
 def test_verify_prints_a_table_and_its_exit_code_is_the_verdict(monkeypatch):
+    monkeypatch.setattr(verify, "process_state", lambda: None)
     for name in ("searched", "listed", "_memory_rows"):  # once for both formats
         monkeypatch.setattr(verify, name, functools.cache(getattr(verify, name)))
     done = invoke("verify", "none", "--no-processes", "--details")
