@@ -25,7 +25,7 @@ from torch import Tensor
 from gcbench.checks import calls as calls_of
 from gcbench.checks import inputs, oracle
 from gcbench.checks.calls import Calls, Covered
-from gcbench.checks.cases import FULL, Case, Effort, cases
+from gcbench.checks.cases import FULL, HUGE, Case, Effort, cases
 from gcbench.checks.oracle import FaultError, Profile, same_bits
 from gcbench.checks.sweeps import sweep_keys, sweep_positions, sweep_workers
 from gcbench.checks.trial import RoundsTrial, Trial, attempt
@@ -149,6 +149,7 @@ class Search:
         for part in (
             self._same_length,
             self._same_place,
+            self._huge,
             self._not_finite,
             self._worst_value,
             *far,
@@ -216,6 +217,12 @@ class Search:
                     Finding("decode", "encodings of other segments change it", str(one.case))
                 )
                 return
+
+    def _huge(self) -> None:
+        """One worker's values near the largest of all; rounds may sum what then overflows."""
+        for scale in () if isinstance(self.calls.method, MultiRoundCompressor) else HUGE:
+            if not self.findings:
+                self._try(Case(inputs.MIXED, workers=1, scale=scale, residual="zero"))
 
     def _same_place(self) -> None:
         """Segments that Python stores where others were stored are not taken for those."""

@@ -153,8 +153,6 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
     }
     rows = [Case(**row) for row in pairwise(dimensions, seed)]
     yield from map(_tamed, rows[:: effort.every])
-    for scale in HUGE:
-        yield Case(inputs.MIXED, workers=1, scale=scale, residual="zero")
     draw = random.Random(seed + 1)
 
     def drawn(shapes: inputs.Shapes) -> Case:
