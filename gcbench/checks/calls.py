@@ -66,7 +66,7 @@ class Covered:
             "segments": self.segments,
             "workers": self.workers,
             "step": self.step,
-            "scales": f"2^{self.low} to 2^{self.high}",
+            "scales 2^": f"{self.low} to {self.high}",
         }
 
 

@@ -19,7 +19,9 @@ def report(
             show_default=f"{RUNS} {ANALYSES}",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page to write.")] = Path(
+        "report.html"
+    ),
     title: Annotated[str, typer.Option(help="Its title.")] = "gcbench report",
     target: Annotated[
         float | None,
