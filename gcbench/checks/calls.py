@@ -61,7 +61,6 @@ class Covered:
         """Return one line of the coverage table."""
         return {
             "function": function,
-            "calls": self.calls,
             "elements": self.elements,
             "segments": self.segments,
             "workers": self.workers,
