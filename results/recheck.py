@@ -3,11 +3,11 @@
     python results/recheck.py [--data-dir FOLDER] [--only FILE.parquet]
 
 Rows whose commit ends in "+" were made while files of the checkout differed from it. Of those that
-belong to the current version of their suite, every fifth is run again, in the order of their config
+belong to the current version of their suite and were made with this machine's processor, torch and
+instruction set, on which the bits depend, every fifth is run again, in the order of their config
 hashes; a row agrees if it ends in the same `params_sha256`. `results/reference/recheck.json` gets
 the share that was checked and the rows that differ. Finished runs are not run again: the same
-command resumes. Cores, torch and the instruction set should be those of the rows: bits depend on
-them.
+command resumes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,24 @@ def current(row: dict[str, Any]) -> bool:
     return name in suites.names() and version == str(suites.load(name).version)
 
 
-def selected(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows to run again, and the number of those from which they were taken."""
+def environment(machine: dict[str, Any], versions: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what the bits of a run depend on besides its code and settings."""
+    return machine["cpu"], machine["isa"], versions["torch"]
+
+
+def selected(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int, int]:
+    """Return the rows to run again, the number of those that could be, and of all unclean ones."""
     unclean = [
         row for row in rows if str(row["provenance"].get("commit")).endswith("+") and current(row)
     ]
-    unclean.sort(key=lambda row: row["config_hash"])
-    return unclean[::EVERY], len(unclean)
+    here = environment(configuration.machine(), configuration.versions())
+    alike = [
+        row
+        for row in unclean
+        if environment(row["provenance"]["machine"], row["provenance"]["versions"]) == here
+    ]
+    alike.sort(key=lambda row: row["config_hash"])
+    return alike[::EVERY], len(alike), len(unclean)
 
 
 def main() -> None:
@@ -56,9 +67,12 @@ def main() -> None:
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     for path in asked.only or sorted(REFERENCE.glob("*.parquet")):
-        again, count = selected(rows.read(path))
+        again, alike, count = selected(rows.read(path))
         hours = sum(row.get("seconds", 0.0) for row in again) / 3600
-        print(f"{path.name}: {len(again)} of {count} rows, {hours:.1f} hours when they were made")
+        print(
+            f"{path.name}: {len(again)} of {alike} rows made with this processor ({count} in all), "
+            f"{hours:.1f} hours when they were made"
+        )
         if asked.count:
             continue
         configuration.require_clean(path)
@@ -80,8 +94,9 @@ def main() -> None:
                 for one in checked
                 if one["params_sha256"] != one["now"] or (one["now"] is None) != one["failed"]
             ]
-            report[path.name] = {
+            report.setdefault(path.name, {})[configuration.machine()["cpu"]] = {
                 "rows": count,
+                "of this processor": alike,
                 "selected": len(again),
                 "checked": len(checked),
                 "differing": differing,
