@@ -640,20 +640,27 @@ def check_objects(config: Config, run: Mapping[str, Any], folder: Path) -> None:
             )
 
 
-def threads_to_resume(run: Mapping[str, Any], folder: Path) -> int:
+def threads_to_resume(config: Config, run: Mapping[str, Any], folder: Path) -> int:
     """Return the number of threads per worker with which a stored run started.
 
-    The bits of its result depend on it, on torch, and on the instruction set. `run`: its
-    provenance.
+    The bits of its result depend on it, on torch, on the instruction set, and on the processor, for
+    which math libraries choose among their kernels. `run`: its provenance.
 
     Raises:
-        GcbenchError: torch or the instruction set differ here, or are not recorded in the run.
+        GcbenchError: one of the others differs here, or is not recorded in the run.
     """
+    there, here = run.get("machine") or {}, machine()
+    processor = "cpu" if config.device.partition(":")[0] == "cpu" else "gpu"
     then = {
         "torch": (run.get("versions") or {}).get("torch"),
-        "instruction set": (run.get("machine") or {}).get("isa"),
+        "instruction set": there.get("isa"),
+        "processor": there.get(processor),
     }
-    now = {"torch": versions()["torch"], "instruction set": machine()["isa"]}
+    now = {
+        "torch": versions()["torch"],
+        "instruction set": here["isa"],
+        "processor": here[processor],
+    }
     apart = [
         f"{name} {then[name]} in the run, {now[name]} here"
         for name in now

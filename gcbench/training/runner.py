@@ -271,7 +271,7 @@ class Runner:
             if resumed:
                 provenance = run.read_provenance()
                 configuration.check_objects(config, {"provenance": provenance}, run.folder)
-                threads = configuration.threads_to_resume(provenance, run.folder)
+                threads = configuration.threads_to_resume(config, provenance, run.folder)
                 original = ""
                 if threads != configuration.threads_per_worker(config):
                     original = f" with {threads} thread(s) per worker, as in the original run"

@@ -166,6 +166,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path, monkeypatch
     [
         ("versions", {"torch": "1.0"}, "torch 1.0 in the run, "),
         ("machine", {"isa": "NEON"}, "instruction set NEON in the run, "),
+        ("machine", {"cpu": "Z80"}, "processor Z80 in the run, "),
         ("threads", "many", "threads 'many' in the run"),
     ],
 )
