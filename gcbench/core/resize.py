@@ -18,10 +18,10 @@ def redistributed(
 ) -> dict[str, Any]:
     """Return a state for the only local worker of an exchange, from the states of all old workers.
 
-    The sum of the workers' residuals is preserved: of N new workers, worker r receives the
-    residuals of all old ranks that equal r modulo N, or 0. Owners' residuals, which belong to the
-    mean, move with their elements to the new owners. Since the mean divides by the number of
-    workers, workers' residuals reach it scaled by the old number over the new.
+    The mean of the workers' residuals is preserved, which is the part of the updates that was not
+    sent: of N new workers, worker r receives N / (old number) times the residuals of all old ranks
+    that equal r modulo N, or 0. Owners' residuals, which belong to the mean, move with their
+    elements to the new owners.
 
     Args:
         saved: the results of `Exchange.state_dict` on the old workers, by rank.
@@ -47,6 +47,7 @@ def redistributed(
                 buffers[name] = torch.zeros(lane.segments.numel, dtype=torch.float32)
                 for part in parts[rank::now]:
                     buffers[name] += part
+                buffers[name] *= now / before
             else:
                 raise UsageError(
                     f"the buffer {name!r} of {lane.memory!r}, saved with {before} ranks, cannot be "

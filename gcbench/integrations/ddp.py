@@ -157,7 +157,7 @@ def comm_hook(
             gradient and does not overlap with backward. Default: "skip" with an enabled
             scaler, else "stop".
         on_resize: "redistribute": accept a state that was saved with another number of ranks, and
-            preserve the sum of all residuals. "refuse" (default): refuse it.
+            preserve the mean of all residuals. "refuse" (default): refuse it.
         options: fields of the compressor, each a value or a schedule by step: "0:0.25/100:0.01" or
             {0: 0.25, 100: 0.01}.
 
@@ -906,6 +906,16 @@ def _check_free(model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp is "python_reducer", with which DDP averages '
             "gradients without its hook. Set it to True or False before "
             "DistributedDataParallel wraps the module"
+        )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise UsageError(
+            "DDP(skip_all_reduce_unused_params=True) does not pass all buckets to a hook, which "
+            "would wait for the others. Leave it out; find_unused_parameters=True works"
+        )
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        raise UsageError(
+            "_apply_optimizer_in_backward uses DDP's only place for a hook. Create an optimizer "
+            "of all parameters instead, and call its step after backward"
         )
     before = model._forward_pre_hooks
     for key in [key for key, each in before.items() if isinstance(each, Copied)]:

@@ -496,8 +496,8 @@ class Hook:
     def state_dict(self) -> RankState:
         """Return this rank's state, under "rank R of N": for `torch.save` and for DCP.
 
-        It consists of numbers, strings and tensors. Every rank saves its own, between steps, after
-        backward. After `close` it is the state at the end.
+        It consists of numbers, strings and tensors. Every rank saves its own, after the optimizer's
+        step and before the next backward. After `close` it is the state at the end.
 
         Raises:
             gcbench.core.errors.UsageError: `on_check` called it.
@@ -505,6 +505,7 @@ class Hook:
         self._outside("state_dict")
         if not self._registered:
             return RankState(self._loaded or {})
+        self._rates.warn_unapplied()
         return self._serialized(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -18,6 +18,10 @@ IDLE = 2
 """Steps of one optimizer without an exchange between them, at which the hook warns."""
 REPEATED = 2
 """Successive steps with several exchanges before each of them, at which the hook warns."""
+OFTEN, SHARE = 5, 0.1
+"""Steps with several exchanges before them, in all and per step, at which the hook warns."""
+STEP_HOOKS = "_optimizer_step_post_hooks"
+"""Attribute of every optimizer whose class calls `torch.optim.Optimizer.__init__`."""
 
 
 class Progress(NamedTuple):
@@ -62,6 +66,8 @@ class Rates:
         """Name -> its `fresh` exchanges at the last step that moved this parameter."""
         self._repeats: dict[str, int] = {}
         """Name -> successive steps until then that had several exchanges before them."""
+        self._often: dict[str, tuple[int, int]] = {}
+        """Name -> all steps that had several exchanges before them, and all steps."""
         self._last: int | None = None
         """Number of exchanges at the last step of an optimizer."""
         self._idle: dict[int, int] = {}
@@ -152,7 +158,7 @@ class Rates:
             return
         if any(True for _ in self._moves(optimizer)):
             self._suit(optimizer)
-        if progress.remembers and "repeat" not in self._warned:
+        if progress.remembers:
             self._repeat(optimizer, progress)
         self._count(optimizer, progress.exchanges)
 
@@ -175,24 +181,27 @@ class Rates:
             warnings.warn(why, stacklevel=5)
 
     def _repeat(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Warn, once, if several exchanges of a parameter precede each step that moves it.
+        """Warn, once, if several exchanges of a parameter precede many of the steps that move it.
 
         The method's state then has a part of gradients that were exchanged twice or discarded. A
         single step after several exchanges is the next one after a step that the job left out.
         """
-        counts = {}
+        texts = []
         for name, _ in self._moves(optimizer):
             fresh = progress.fresh(name)
             count, self._applied[name] = fresh - self._applied.get(name, 0), fresh
             self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
+            often, all_steps = self._often.get(name, (0, 0))
+            often, all_steps = self._often[name] = often + (count > 1), all_steps + 1
             if self._repeats[name] >= REPEATED:
-                counts[name] = count
-        if not counts:
+                texts.append(f"{name} {count} times per step")
+            elif often >= OFTEN and often >= SHARE * all_steps:
+                texts.append(f"{name} several times before {often} of {all_steps} steps")
+        if not texts or "repeat" in self._warned:
             return
-        name, count = next(iter(counts.items()))
         self._warned.add("repeat")
         warnings.warn(
-            f"the hook exchanges the gradient of {name} {count} times per step of "
+            f"the hook exchanges the gradient of {texts[0]} of "
             f"{type(optimizer).__name__}, and the method's residuals, momentum or update rule keep "
             "a part of each. If the job accumulates gradients under DDP, run all forward and "
             "backward passes but the last under model.no_sync(). If it discards some, as a GAN, an "
@@ -201,6 +210,22 @@ class Rates:
             'evaluates a closure several times needs memory="none"',
             stacklevel=5,
         )
+
+    def warn_unapplied(self) -> None:
+        """Warn, once, if a state is saved between the exchange of a gradient and its step."""
+        progress = self._progress()
+        if "unapplied" in self._warned or progress is None or not progress.remembers:
+            return
+        names = [name for name in self._applied if self.waits(name, progress.fresh(name))]
+        if names:
+            self._warned.add("unapplied")
+            warnings.warn(
+                f"the hook's state is saved at step {progress.exchanges}, and no optimizer has "
+                f"applied the last exchanged gradient of {names[0]}. A job that resumes from it "
+                "loses that gradient, or counts a part of it twice. Save after optimizer.step(). "
+                "If the job left that step out, nothing is wrong",
+                stacklevel=3,
+            )
 
     def _count(self, optimizer: torch.optim.Optimizer, exchanges: int) -> None:
         """Warn, once, if an optimizer steps again and again and no gradient passes the hook.
@@ -339,9 +364,18 @@ def checked_policy(on_nonfinite: str | None, scaler: Any) -> str:
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return an optimizer without the wrappers of a framework (`.optimizer`)."""
+    """Return an optimizer without the wrappers of a framework, which have no step hooks."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
+    while isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, STEP_HOOKS):
+        inner = getattr(optimizer, "optim", None)  # as in PostLocalSGDOptimizer
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise UsageError(
+                f"{type(optimizer).__name__} has no step hooks, because it does not call "
+                "torch.optim.Optimizer.__init__. Pass the optimizer that it wraps, or set hook.lr "
+                "at each step instead of optimizer="
+            )
+        optimizer = inner
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"optimizer={optimizer!r:.80}: expected a torch.optim.Optimizer, or a list of them"

@@ -227,6 +227,8 @@ REFUSED = {
     "closed": "was closed",
     "disabled scaler": "skip.*disabled.*stop",
     "mixed precision": "mixed_precision.*torch.autocast",
+    "skips buckets": "skip_all_reduce_unused_params=True.*find_unused_parameters=True works",
+    "steps in backward": "_apply_optimizer_in_backward.*call its step after backward",
     "state of another rank": "that of rank 2 of 2, and this is rank",
     "state of other settings": "bucket_mb: 25.0 .*, 3.0 ",
     "state of another step": "step: rank 0 0, rank 1 1",
@@ -386,6 +388,15 @@ def test_several_exchanges_per_step_cause_one_warning(name):
         assert re.search(r"exchanges the gradient of \S+ \d times per step of (SGD|LBFGS)", text)
         for other in ("no_sync", "left out", "no memory", "two optimizers, frozen"):
             assert result[other] == [], other
+        (text,) = result["every third"]
+        assert re.search(r"exchanges the gradient of \S+ several times before 5 of 13 steps", text)
+
+
+def test_a_state_that_is_saved_before_the_optimizers_step_causes_a_warning():
+    for result in of("unapplied"):
+        assert result["after"] == []
+        (text,) = result["before"]
+        assert re.search("saved at step 3, .* applied the last exchanged gradient", text)
 
 
 @pytest.mark.parametrize(
@@ -585,7 +596,7 @@ def test_a_distributed_checkpoint_gives_each_rank_its_own_state(name):
         assert result[f"dcp {name}"] == [True, 3, rank]
 
 
-def test_another_world_size_is_refused_or_preserves_the_sum_of_residuals():
+def test_another_world_size_is_refused_or_preserves_the_mean_of_residuals():
     for result in of("resized", 3)[::2]:
         assert result["refused"]["kind"] == "UsageError"
         assert "rank 0 of 3" in result["refused"]["text"]

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 import gcbench
 from gcbench.core import memory
 from gcbench.core.compressor import Segments
+from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Lane
 from gcbench.integrations.hook import Hook
 from gcbench.integrations.level import Level
@@ -44,6 +45,20 @@ def level(simulated, clock):
         memory.make("residual", {}),
     )
     return Level(simulated(1), lambda step: [lane], [0], [[("a", 4), ("b", 4)]], 0, clock)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer without step hooks, as torch's PostLocalSGDOptimizer is."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+
+def test_the_optimizer_inside_one_without_step_hooks_is_followed():
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=1.0)
+    assert Rates(Wrapper(optim=inner), None).optimizers == (inner,)
+    with pytest.raises(UsageError, match=r"Wrapper has no step hooks.*set hook\.lr"):
+        Rates(Wrapper(param_groups=inner.param_groups), None)
 
 
 def test_a_step_of_one_of_several_optimizers_records_only_its_rates(level):
