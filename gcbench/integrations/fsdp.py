@@ -292,12 +292,11 @@ class ShardHook(Hook):
         super().__init__(settings, rates)
         self._modules: list[_Module] = []
         self._skipping: Fault | None = None
-        """Why nothing is exchanged until the next forward pass."""
+        """Why nothing is exchanged until the next step."""
         self._undo: list[Callable[[], None]] = []
-        """Functions that revert the exchanges since the last forward pass, if steps may be
-        skipped."""
-        self._reduced: set[str] = set()
-        """Names of the modules exchanged since then: each is exchanged once per step."""
+        """Functions that revert the exchanges of this backward pass, if steps may be skipped."""
+        self._reduced: dict[str, _Module] = {}
+        """The modules exchanged in it, by name: each is exchanged once per step."""
         self._root: Callable[[], nn.Module | None] = lambda: None
         self._in_forward = False
         """Whether a forward pass of the model has begun and has not ended."""
@@ -622,16 +621,31 @@ class ShardHook(Hook):
         self._in_forward = False
 
     def _new_step(self) -> None:
-        self._skipping, self._undo, self._reduced = None, [], set()
+        self._skipping, self._undo, self._reduced = None, [], {}
+
+    def _follow_pass(self, module: _Module) -> None:
+        """Begin a step at the first exchange of a backward pass; add this one to it.
+
+        The forward pass of `register`'s model also begins one. But a job may call only parts of it,
+        such as a generator and a discriminator, whose backward passes follow each other.
+        """
+        earlier = next(iter(self._reduced.values()), None)
+        ended = earlier is not None and not sharded.in_backward(earlier.target.module)
+        if ended or module.name in self._reduced:
+            self._new_step()
+        self._reduced[module.name] = module
 
     def _skip(self, fault: Fault) -> None:
-        """Revert the exchanges since the last forward pass; exchange nothing until the next."""
+        """Revert the exchanges of this backward pass; exchange nothing until the next step."""
         if self._skipping is None:
             self._skipping = fault
             self._skipped += 1
             for undo in self._undo:
                 undo()
             self._undo = []
+            for module in self._reduced.values():
+                module.added += not module.stale
+                module.stale = True
 
     @contextmanager
     def _exchanging(self, module: _Module | None = None) -> Iterator[None]:
@@ -701,7 +715,10 @@ class _Module(_Collective):
             for parameter, tensor in zip(target.parameters, target.tensors, strict=True)
         }
         self.added = 0
-        """Exchanges whose mean FSDP added to one that no optimizer had applied."""
+        """Exchanges that were skipped, or whose mean FSDP added to one that no optimizer had
+        applied."""
+        self.stale = False
+        """Whether the last exchange is one of them."""
         self.agreed = False
         """Whether all ranks know of the error that is about to be raised."""
         self.misfit: Fault | None = None
@@ -782,10 +799,7 @@ class _Module(_Collective):
             return layout.take(input_tensor, range(layout.ranks))
 
         with self.hook._exchanging(self):
-            if self.name in self.hook._reduced:
-                self.hook._new_step()
-            self.added += self._accumulates()
-            self.hook._reduced.add(self.name)
+            self._count_exchange()
             taken = self._agree("reduce-scatter", level, gradients)
             output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
             if taken is None:
@@ -818,6 +832,8 @@ class _Module(_Collective):
 
         with self.hook._exchanging(self):
             taken = None
+            if self.inside is None:
+                self._count_exchange()
             if self.hook._skipping is None:
                 taken = self._agree("exchange between replicas", level, gradients)
             if taken is None:
@@ -832,6 +848,12 @@ class _Module(_Collective):
                 self._exchange(level, taken, row, mean)
                 self._agree_on_means(row)
             self.step += 1
+
+    def _count_exchange(self) -> None:
+        """Begin a step, if this exchange is the first of a backward pass."""
+        self.hook._follow_pass(self)
+        self.stale = self.hook._skipping is not None or self._accumulates()
+        self.added += self.stale
 
     def _accumulates(self) -> bool:
         """Return whether FSDP will add this mean to one that no optimizer has applied."""

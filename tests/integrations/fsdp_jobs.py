@@ -706,7 +706,7 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
         "discarded later": "zbsb" * 3,
     }.items():
         net = sharded()
-        gcbench.shard_hook("onebit").register(net)
+        hook = gcbench.shard_hook("onebit").register(net)
         optimizer = sgd(net)
 
         def act(acts: str = acts, net: Any = net, optimizer: Any = optimizer) -> None:
@@ -720,7 +720,32 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
                     cross_entropy(net(x), y).backward()
 
         result[name] = warned(act)
+        result[f"{name}, saved"] = warned(hook.state_dict)
     return result
+
+
+@job
+def parts(rank: int, size: int) -> dict[str, Any]:
+    """Two modules have backward passes of their own; at the last step the second one is skipped."""
+    both = nn.ModuleDict({"first": model(), "second": model()})
+    for part in both.values():
+        fully_shard(part)
+    hook = gcbench.shard_hook("onebit", on_nonfinite="skip").register(both)
+    first, second = sgd(both["first"]), sgd(both["second"])
+    for step in range(3):
+        train(both["first"], range(step, step + 1), rank, optimizer=first)
+        x, y = batch(step, rank)
+        second.zero_grad()
+        (cross_entropy(both["second"](x), y) * (torch.inf if step == 2 else 1.0)).backward()
+        if not hook.skipped:
+            second.step()
+    hook.state_dict()  # does not warn
+    train(both["first"], range(3, STEPS), rank, optimizer=first)
+    alone = fully_shard(model())
+    gcbench.shard_hook("onebit").register(alone)
+    train(alone, range(STEPS), rank)
+    equal = torch.equal(ended(both["first"]), ended(alone))
+    return {"skipped": hook.skipped, "equal": equal}
 
 
 @job

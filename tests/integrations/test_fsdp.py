@@ -277,6 +277,12 @@ def test_a_non_finite_gradient_is_skipped_on_all_ranks():
         assert result["and on"]
 
 
+def test_a_skipped_step_reverts_no_exchange_of_another_backward_pass():
+    for result in of("parts"):
+        assert result["skipped"] == 1
+        assert result["equal"], "the first module trains as without the second one"
+
+
 def test_rates_and_fields_that_change_at_a_skipped_step_are_followed():
     """In all modules; the updates that residuals stand for do not change."""
     for result in of("skipped_rates"):
@@ -377,7 +383,9 @@ def test_activation_checkpointing_changes_no_bit(name):
 
 def test_discarded_exchanges_are_named_and_accumulated_ones_are_not():
     for result in of("repeated"):
-        assert result["accumulated"] == []
+        assert result["accumulated"] == result["accumulated, saved"] == []
+        (text,) = result["discarded later, saved"]
+        assert "no optimizer has applied the last exchanged gradient" in text
         for name in ("discarded", "discarded later"):
             (text,) = result[name]
             assert re.search(r"exchanges the gradient of \S+ 2 times per step of SGD", text)
