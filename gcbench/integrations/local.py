@@ -177,6 +177,11 @@ def local_steps(
         outer_nesterov=arguments.flag("outer_nesterov", outer_nesterov),
     )
     settings.check()
+    if hasattr(optimizer, "averager"):
+        raise UsageError(
+            f"{type(optimizer).__name__} averages the parameters itself, in full precision. Create "
+            "and step only the optimizer that it wraps, and pass that one"
+        )
     optimizer = plain(optimizer)
     if isinstance(model, DistributedDataParallel):
         raise UsageError(

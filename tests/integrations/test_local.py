@@ -163,6 +163,15 @@ def test_invalid_arguments_are_refused(method, options, message):
         gcbench.local_steps(model, optimizer, method, **options)
 
 
+def test_an_optimizer_that_averages_parameters_is_refused():
+    """As torch's PostLocalSGDOptimizer."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.averager = None
+    with pytest.raises(UsageError, match="averages the parameters itself"):
+        gcbench.local_steps(model, optimizer, "int8", every=2)
+
+
 def test_the_digests_of_loops_and_runs_are_of_the_same_bytes():
     x = torch.arange(3.0)
     assert jobs.digest(x) == hashlib.sha256(x.numpy().tobytes()).hexdigest()
