@@ -91,7 +91,10 @@ def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | Non
     different = differences({each["rank"]: each["values"] for each in reports})
     remedy = "Set the same rates, make as many steps, and load states of one step, on every rank"
     if "position" in different:
-        remedy = "Run the same passes and optimizer steps on every rank, also after an error"
+        remedy = (
+            "Run the same passes and optimizer steps on every rank, also after an error. On one "
+            "rank alone evaluate model.module, not the DDP model"
+        )
     elif "mean" in different:
         remedy = "Load states of the same job on every rank; or check the method: gcbench verify"
     texts = list(different.values())

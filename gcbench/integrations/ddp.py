@@ -44,6 +44,7 @@ from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
     RESIZE,
     BeforeForward,
+    BeforeLoad,
     Copied,
     Hook,
     HookSettings,
@@ -269,6 +270,7 @@ class CommHook(Hook):
         if self._exchanges:
             self._begin(model, store, roster)
         model.register_forward_pre_hook(BeforeForward(self))
+        model.module.register_load_state_dict_pre_hook(BeforeLoad(self))
         model.register_comm_hook(None, self._hook if self._exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
         model._comm_hooks[-1] = (compressed, None)
@@ -469,6 +471,9 @@ class CommHook(Hook):
     def _levels(self) -> list[Level]:
         return [] if self._worker is None else [self._level]
 
+    def _watched(self) -> list[nn.Parameter]:
+        return self._parameters
+
     def _worlds(self) -> list[HookWorld]:
         return [self._level.world]
 
@@ -528,6 +533,9 @@ class CommHook(Hook):
         self._outside("the model")
         self.raise_failure()
         self._warn_new(model)
+        module: Any = model.module
+        if not self._closed and module.training:
+            self._compare_loaded()
         if self._closed and model.training:
             raise UsageError(CLOSED)
         if getattr(getattr(model, "_join_config", None), "enable", False):
@@ -595,11 +603,13 @@ class CommHook(Hook):
         )
         if self.settings.agree and (rebuilds or model.will_sync_module_buffers()):
             self._outside("the model")
-            self._serialized(self._agree_on_forward)
+            kind = "" if torch.is_grad_enabled() else " without gradients"
+            position = f"before a forward pass{kind}"
+            self._serialized(lambda: self._agree_on_forward(position))
             self.raise_failure()
 
-    def _agree_on_forward(self) -> None:
-        common = Common.of({"position": "before a forward pass", "step": self._step})
+    def _agree_on_forward(self, position: str) -> None:
+        common = Common.of({"position": position, "step": self._step})
         try:
             fault = self._agree(self._levels(), None, common)
         except BaseException as error:

@@ -51,6 +51,7 @@ from gcbench.integrations.hook import (
     RESIZE,
     AfterForward,
     BeforeForward,
+    BeforeLoad,
     Hook,
     HookSettings,
     RankState,
@@ -345,6 +346,7 @@ class ShardHook(Hook):
         for each in {id(m): m for m in (model, *(each.module for each in modules))}.values():
             each.register_forward_pre_hook(BeforeForward(self), prepend=True)
         model.register_forward_hook(AfterForward(self))
+        model.register_load_state_dict_pre_hook(BeforeLoad(self))  # type: ignore[no-untyped-call]
         return self
 
     @property
@@ -532,6 +534,11 @@ class ShardHook(Hook):
     def _levels(self) -> list[Level]:
         return [level for module in self._modules for level in module.levels]
 
+    def _watched(self) -> Iterator[Tensor]:
+        for tensor in self._tensors().values():
+            shard: Any = tensor
+            yield shard.to_local()
+
     def _worlds(self) -> list[HookWorld]:
         return [*(level.world for level in self._levels()), *self._groups.values()]
 
@@ -567,6 +574,8 @@ class ShardHook(Hook):
         if torch.is_grad_enabled():
             self._check_frozen()
             self._locate()
+            if model.training:
+                self._compare_loaded()
         unfinished = "forward" if self._in_forward else "backward"
         if self._in_forward or sharded.in_backward(model):
             # FSDP skipped collectives, so the next ones would not match.

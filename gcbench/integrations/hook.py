@@ -61,7 +61,10 @@ class HookSettings(Scheme):
         plain = getattr(optimizer, "optim", optimizer)  # inside ZeroRedundancyOptimizer
         kind = type(plain).__name__
         groups = optimizer.param_groups
-        momentum = any(each.get("momentum") or (each.get("betas") or [0])[0] for each in groups)
+        momentum = any(
+            each.get("momentum") or each.get("beta1") or (each.get("betas") or [0])[0]
+            for each in groups
+        )
         if not self.compressor.rule.plain:
             if momentum or not isinstance(plain, torch.optim.SGD):
                 return (
@@ -191,8 +194,16 @@ class AfterForward(BeforeForward):
         return _ignoring, ()
 
 
+class BeforeLoad(AfterForward):
+    """Calls a hook before its model loads a state."""
+
+    def __call__(self, model: nn.Module, *arguments: Any) -> None:
+        """Let the hook remember the present parameters."""
+        self._hook._before_load()
+
+
 def ignored(*arguments: Any) -> None:
-    """Replace `AfterForward` in a copy of a model."""
+    """Replace `AfterForward` and `BeforeLoad` in a copy of a model."""
 
 
 def _ignoring() -> Callable[..., None]:
@@ -233,6 +244,10 @@ class Hook:
         self._loaded: Mapping[str, Any] | None = None
         self._loads = 0
         """States loaded since `register`: the ranks compare it at the next exchange."""
+        self._loads_seen: int | None = None
+        """Their number at the last training step; None before the first one."""
+        self._unloaded: object = None
+        """Digest of the parameters before the model loaded a state, until the next step."""
         self._failed: BaseException | None = None
         self._summary: dict[str, Any] = {}
         self._size = self._skipped = 0
@@ -484,6 +499,33 @@ class Hook:
             release(error)
             for world in worlds:
                 world.close()
+
+    def _watched(self) -> Iterable[Tensor]:
+        """Return this rank's parameters, or its shards of them."""
+        raise NotImplementedError
+
+    def _digests(self) -> list[int]:
+        return [agreement.digest(each.detach().reshape(-1)) for each in self._watched()]
+
+    def _before_load(self) -> None:
+        """Remember the parameters before `model.load_state_dict`."""
+        if self._unloaded is None and self._loads_seen is not None and not self._closed:
+            self._unloaded = self._digests()
+
+    def _compare_loaded(self) -> None:
+        """Warn if the model loaded another state since the last step, and this hook did not."""
+        before, self._unloaded = self._unloaded, None
+        loaded, self._loads_seen = self._loads != self._loads_seen, self._loads
+        if before is None or loaded or not any(level.remembers for level in self._levels()):
+            return
+        if before != self._digests():
+            warnings.warn(
+                f"model.load_state_dict changed parameters before step {self.step}, and the hook "
+                "still has the residuals or momentum of its earlier steps, which training will "
+                "add to the loaded parameters. Load the hook's state of the same checkpoint, too: "
+                "hook.load_state_dict(...)",
+                stacklevel=4,
+            )
 
     def _before_forward(self, model: nn.Module) -> None:
         raise NotImplementedError

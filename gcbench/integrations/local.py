@@ -34,7 +34,7 @@ from gcbench.core.fragments import Rounds, of_names
 from gcbench.integrations import agreement, arguments, check, handshake, steps
 from gcbench.integrations.agreement import Common, Fault
 from gcbench.integrations.handshake import Roster
-from gcbench.integrations.hook import AfterForward, Hook, HookSettings, RankState, common_settings
+from gcbench.integrations.hook import BeforeLoad, Hook, HookSettings, RankState, common_settings
 from gcbench.integrations.hook_world import HookWorld
 from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates, plain
@@ -188,15 +188,6 @@ def local_steps(
             "DistributedDataParallel averages gradients at every step. Pass the plain module"
         )
     return LocalSteps(settings, model, optimizer, state)
-
-
-class BeforeLoad(AfterForward):
-    """Calls the rounds of a model before it loads a state. A copy of the model has no rounds."""
-
-    def __call__(self, model: nn.Module, *arguments: Any) -> None:
-        """Let the rounds remember the present parameters."""
-        rounds: Any = self._hook
-        rounds._before_load()
 
 
 class LocalSteps(Hook):

@@ -1073,6 +1073,44 @@ def unapplied(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def rolled_back(rank: int, size: int) -> dict[str, Any]:
+    """Return to an earlier step, with the hook's state and without; show other parameters only."""
+    result: dict[str, Any] = {}
+    for name in ("model", "model, hook", "hook, model", "restored"):
+        ddp = wrapped(model())
+        hook, optimizer = comm_hook("onebit", **METHOD).register(ddp), sgd(ddp)
+        train(ddp, optimizer, range(2), rank)
+        saved, state = copy.deepcopy(ddp.module.state_dict()), hook.state_dict()
+        train(ddp, optimizer, range(2, 3), rank)
+        present = copy.deepcopy(ddp.module.state_dict())
+        if name == "hook, model":
+            hook.load_state_dict(state)
+        ddp.load_state_dict({f"module.{key}": value for key, value in saved.items()})
+        if name == "model, hook":
+            hook.load_state_dict(state)
+        if name == "restored":
+            with torch.no_grad():
+                ddp(batch(0, rank)[0])
+            ddp.module.load_state_dict(present)
+        result[name] = warned(partial(train, ddp, optimizer, range(3, 5), rank))
+        hook.close()
+    return result
+
+
+@job
+def evaluated_alone(rank: int, size: int) -> dict[str, Any]:
+    """Rank 0 evaluates the DDP model, which sends its buffers, and the others train on."""
+    ddp = wrapped(nn.Sequential(nn.Flatten(), nn.Linear(48, 5), nn.BatchNorm1d(5)))
+    hook = comm_hook("onebit").register(ddp)
+    train(ddp, sgd(ddp), range(1), rank)
+    x, _ = batch(1, rank)
+    with torch.set_grad_enabled(rank > 0):
+        result = refused(lambda: ddp(x))
+    hook.close()
+    return result
+
+
+@job
 def unsuitable(rank: int, size: int) -> dict[str, Any]:
     """Train with an optimizer that repeats what the method does, and with one that does not."""
     result: dict[str, Any] = {}

@@ -5,6 +5,7 @@ One start of the processes does many jobs, each of which returns what a test loo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import tempfile
@@ -721,6 +722,23 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
 
         result[name] = warned(act)
         result[f"{name}, saved"] = warned(hook.state_dict)
+    return result
+
+
+@job
+def rolled_back(rank: int, size: int) -> dict[str, Any]:
+    """Return to an earlier step, with the hook's state and without."""
+    result: dict[str, Any] = {}
+    for name in ("model", "model, hook"):
+        net = sharded()
+        hook = gcbench.shard_hook("onebit").register(net)
+        optimizer = train(net, range(2), rank)
+        saved, state = copy.deepcopy(net.state_dict()), hook.state_dict()
+        train(net, range(2, 3), rank, optimizer=optimizer)
+        net.load_state_dict(saved)
+        if name == "model, hook":
+            hook.load_state_dict(state)
+        result[name] = warned(partial(train, net, range(2, 4), rank, optimizer=optimizer))
     return result
 
 

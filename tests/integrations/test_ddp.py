@@ -399,6 +399,29 @@ def test_a_state_that_is_saved_before_the_optimizers_step_causes_a_warning():
         assert re.search("saved at step 3, .* applied the last exchanged gradient", text)
 
 
+def test_a_model_that_returns_to_an_earlier_step_without_the_hook_causes_a_warning():
+    for result in of("rolled_back"):
+        (text,) = result.pop("model")
+        assert "load_state_dict changed parameters before step 3" in text
+        assert [result[name] for name in ("model, hook", "hook, model", "restored")] == [[]] * 3
+
+
+def test_an_evaluation_on_one_rank_alone_is_named():
+    """DDP's own collectives would not match, and gloo would end the process."""
+    for result in of("evaluated_alone"):
+        assert result["kind"] == "UsageError"
+        assert "rank 0 'before a forward pass without gradients', rank 1 " in result["text"]
+        assert "evaluate model.module" in result["text"]
+
+
+def test_a_momentum_by_another_name_is_refused():
+    """As in the Adafactor of Transformers."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["beta1"] = 0.9
+    with pytest.raises(UsageError, match="would both apply momentum"):
+        gcbench.comm_hook("topk", memory="dgc", optimizer=optimizer)
+
+
 @pytest.mark.parametrize(
     ("method", "memory", "optimizer", "message"),
     [

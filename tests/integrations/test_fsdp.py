@@ -277,6 +277,13 @@ def test_a_non_finite_gradient_is_skipped_on_all_ranks():
         assert result["and on"]
 
 
+def test_a_model_that_returns_to_an_earlier_step_without_the_hook_causes_a_warning():
+    for result in of("rolled_back"):
+        (text,) = result["model"]
+        assert "load_state_dict changed parameters before step 3" in text
+        assert result["model, hook"] == []
+
+
 def test_a_skipped_step_reverts_no_exchange_of_another_backward_pass():
     for result in of("parts"):
         assert result["skipped"] == 1
