@@ -339,6 +339,14 @@ class ShardHook(Hook):
                 lambda: self._prepare(modules, group), optimizer, scaler
             )
             stores, roster = self._meet(modules, group, summary, refused)
+        if replicas is None and (beside := modules[0].beside):
+            warnings.warn(
+                f"{modules[0].name} is sharded over one dimension of a mesh that also has "
+                f"{', '.join(beside)}, and register received no replicas. If these ranks train the "
+                "same model, nothing averages their gradients, and they drift apart: "
+                f'hook.register(model, replicas=mesh["{beside[0]}"])',
+                stacklevel=2,
+            )
         self._registered, self._loaded = True, None
         self._frozen_shards = sharded.frozen(model)
         self._root = weakref.ref(model)

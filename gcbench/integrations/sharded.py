@@ -25,6 +25,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes in which FSDP may reduce: the exchange works in float32, which represents both exactly."""
 
 
+SPLITS = ("pp", "pipe", "stage", "tp", "tensor", "model", "cp", "context", "sp", "ep", "expert")
+"""How names of a mesh's dimensions begin whose ranks have no replicas of a shard."""
+
+
 @dataclass(frozen=True)
 class Sharded:
     """One module that `fully_shard` was called on, or several that it was called on together."""
@@ -49,6 +53,18 @@ class Sharded:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The parameters as optimizers have them: this rank's shards, which a load may replace."""
         return tuple(each.sharded_param for each in self.records)
+
+    @property
+    def beside(self) -> list[str]:
+        """Names of its mesh's dimensions with other ranks, unless they split the model, too."""
+        mesh: Any = self.param_group.mesh_info.mesh
+        root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+        shards = set(dist.get_process_group_ranks(self.group))
+        return [
+            name
+            for name in root.mesh_dim_names or ()
+            if not name.startswith(SPLITS) and not shards.issuperset(root[name].mesh.tolist())
+        ]
 
     def layout(self, dense_below: int) -> Layout:
         """Return the layout of the gradients; parameters of fewer elements stay in fp32."""

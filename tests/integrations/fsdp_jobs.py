@@ -452,6 +452,12 @@ def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
         return one.register(sharded(mesh=shards), replicas=others)
 
     result["no replicas"] = refused(lambda: register(hook("int8", between="qsgd"), None))
+    result["forgotten"] = warned(lambda: register(hook("int8"), None))
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "shard"))
+    result["stages"] = warned(lambda: hook("int8").register(sharded(mesh=mesh["shard"])))
+    flat_mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
+    both = flat_mesh["dp", "cp"]._flatten("dp_cp")
+    result["flattened"] = warned(lambda: hook("int8").register(sharded(mesh=both)))
     result["wrong replicas"] = refused(lambda: register(hook("int8"), shards))
     result["method"] = refused(
         lambda: register(hook("int8", between="qsgd" if odd else "hadamard4"))
@@ -531,7 +537,7 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
 @job
 def one_shard(rank: int, size: int) -> dict[str, Any]:
     """A shard on each rank that is the whole: nothing is exchanged, and steps are counted."""
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("pp", "shard"))["shard"]
     without, net, seen = sharded(mesh=mesh), sharded(mesh=mesh), []
     net.hidden.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
     hook = gcbench.shard_hook("onebit").register(net)

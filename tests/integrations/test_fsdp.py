@@ -194,6 +194,13 @@ def test_invalid_levels_are_refused_on_every_rank(name):
         assert result[name]["seconds"] < 5
 
 
+def test_replicas_that_are_not_passed_are_named():
+    for result in of("two_levels_refused", 4):
+        (text,) = result["forgotten"]
+        assert 'hook.register(model, replicas=mesh["replicate"])' in text
+        assert result["stages"] == result["flattened"] == []
+
+
 def test_a_non_finite_gradient_is_noticed_in_a_module_of_one_shard():
     for result in of("two_levels_refused", 4):
         assert result["nan"]["kind"] == "DivergedError"
