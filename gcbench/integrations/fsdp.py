@@ -298,6 +298,8 @@ class ShardHook(Hook):
         """Functions that revert the exchanges of this backward pass, if steps may be skipped."""
         self._reduced: dict[str, _Module] = {}
         """The modules exchanged in it, by name: each is exchanged once per step."""
+        self._graphs: set[int] = set()
+        """torch's numbers of the graphs that this backward pass has computed."""
         self._root: Callable[[], nn.Module | None] = lambda: None
         self._in_forward = False
         """Whether a forward pass of the model has begun and has not ended."""
@@ -638,7 +640,8 @@ class ShardHook(Hook):
         self._in_forward = False
 
     def _new_step(self) -> None:
-        self._skipping, self._undo, self._reduced = None, [], {}
+        self._skipping, self._undo = None, []
+        self._reduced, self._graphs = {}, set()
 
     def _follow_pass(self, module: _Module) -> None:
         """Begin a step at the first exchange of a backward pass; add this one to it.
@@ -646,10 +649,13 @@ class ShardHook(Hook):
         The forward pass of `register`'s model also begins one. But a job may call only parts of it,
         such as a generator and a discriminator, whose backward passes follow each other.
         """
-        earlier = next(iter(self._reduced.values()), None)
-        ended = earlier is not None and not sharded.in_backward(earlier.target.module)
-        if ended or module.name in self._reduced:
+        graph, earlier = torch._C._current_graph_task_id(), self._reduced
+        goes_on = graph in self._graphs or any(
+            sharded.in_backward(each.target.module) for each in earlier.values()
+        )  # activation checkpointing has graphs of its own inside a backward pass
+        if module.name in earlier or not goes_on:
             self._new_step()
+        self._graphs.add(graph)
         self._reduced[module.name] = module
 
     def _skip(self, fault: Fault) -> None:

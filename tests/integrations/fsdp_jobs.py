@@ -773,6 +773,27 @@ def parts(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def joint_parts(rank: int, size: int) -> dict[str, Any]:
+    """Two modules have one backward pass, which skips a step after the first one's exchanges."""
+    both = nn.ModuleDict({"first": sharded(), "second": fully_shard(model())})
+    hook = gcbench.shard_hook("onebit", on_nonfinite="skip").register(both)
+    optimizer = sgd(both)
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        second = cross_entropy(both["second"](x), y) * (torch.inf if step == 2 else 1.0)
+        (cross_entropy(both["first"](x), y) + second).backward()
+        if step != 2:
+            optimizer.step()
+    alone = sharded()
+    gcbench.shard_hook("onebit").register(alone)
+    optimizer = train(alone, range(2), rank)
+    train(alone, range(3, STEPS), rank, optimizer=optimizer)
+    equal = torch.equal(ended(both["first"]), ended(alone))
+    return {"skipped": hook.skipped, "equal": equal}
+
+
+@job
 def assigned(rank: int, size: int) -> dict[str, Any]:
     """`load_state_dict(assign=True)` makes new parameters, which the optimizer does not have."""
     result: dict[str, Any] = {}

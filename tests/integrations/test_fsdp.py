@@ -297,6 +297,12 @@ def test_a_skipped_step_reverts_no_exchange_of_another_backward_pass():
         assert result["equal"], "the first module trains as without the second one"
 
 
+def test_a_skipped_step_reverts_all_exchanges_of_its_backward_pass():
+    for result in of("joint_parts"):
+        assert result["skipped"] == 1
+        assert result["equal"], "the first module trains as without this step"
+
+
 def test_rates_and_fields_that_change_at_a_skipped_step_are_followed():
     """In all modules; the updates that residuals stand for do not change."""
     for result in of("skipped_rates"):
