@@ -101,7 +101,7 @@ class Effort(NamedTuple):
     long: int
     """Inputs per long shape."""
     many: int
-    """Inputs of 40,000 tensors; 0: a light one, if `long` is not 0."""
+    """Inputs of 66,000 tensors; 0: a light one, if `long` is not 0."""
     million: int
     """Inputs of more than 2^20 elements."""
     steps: int
@@ -153,6 +153,8 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
     }
     rows = [Case(**row) for row in pairwise(dimensions, seed)]
     yield from map(_tamed, rows[:: effort.every])
+    for alone in ((48, 64), (16, 8, 3, 3)):  # one tensor, as a large one is in a bucket of DDP
+        yield Case((alone,), workers=3)
     draw = random.Random(seed + 1)
 
     def drawn(shapes: inputs.Shapes) -> Case:

@@ -161,8 +161,9 @@ def _wide(segments: Segments, seed: int) -> Tensor:
 
 
 def _last_alone(segments: Segments, seed: int) -> Tensor:
-    """Only the last element of each segment is not zero."""
+    """Only the last element of each segment is not zero; others are 0.0 and -0.0 in turn."""
     out = torch.zeros(segments.numel)
+    out[1::2] = -0.0
     starts, lengths = _starts(segments)
     out[starts + lengths - 1] = _normal(segments, seed)[starts] + 2
     return out
@@ -265,8 +266,8 @@ def long_shapes(group: int) -> Mapping[str, Shapes]:
     }
 
 
-MANY: Shapes = ((1,),) * 20_000 + ((2,),) * 19_993 + ((5,),) * 7
-"""More segments than 15 bits count."""
+MANY: Shapes = ((1,),) * 33_000 + ((2,),) * 32_993 + ((5,),) * 7
+"""More segments than 16 bits count."""
 FAR: Shapes = ((4200, 4130),)
 """The last of 32 stretches begins behind element 2^24."""
 

@@ -281,6 +281,31 @@ class ShortIndex(Levels):
         return super().decode(payload._replace(parts=(codes, scale)), ctx)
 
 
+class SixteenBits(Levels):
+    """Segments behind the first 65,536 have one scale."""
+
+    def scales(self, x, segments):
+        scales = super().scales(x, segments)
+        scales[2**16 :] = scales[2**16 :].amax() if len(scales) > 2**16 else 0.0
+        return scales
+
+
+class LoneConvolution(Levels):
+    """A bucket of one convolution has a scale that is too large."""
+
+    def scales(self, x, segments):
+        alone = [len(shape) for shape in segments.shapes] == [4]
+        return super().scales(x, segments) * (1.5 if alone else 1.0)
+
+
+class MinusZero(Levels):
+    """Sends -0.0 as the level below."""
+
+    def codes(self, x, scale, draws):
+        codes = super().codes(x, scale, draws)
+        return codes - ((x == 0) & x.signbit() & (scale > 0)).to(codes.dtype)
+
+
 class OneNorm(Levels):
     """With more than 32,768 segments all have the largest scale of them."""
 
@@ -1067,7 +1092,9 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "output buffers that were used": (DirtyZeros, DirtyMean, DirtySum, DirtyPayload, DirtyRounds),
     "small and large scales": (EpsQsgd, EpsTopK, EpsOneBit, HugeInt8, LastOctaves),
     "a last group of one element": (LastOfOne,),
-    "more than 32,768 segments": (ShortIndex, OneNorm),
+    "more than 32,768 segments": (ShortIndex, SixteenBits, OneNorm),
+    "one tensor in a bucket": (LoneConvolution,),
+    "negative zeros": (MinusZero,),
     "periodic and late steps": (
         *(Flushing, Flushing1327, Flushing20000, LateSteps, PeriodicMerge, PeriodicFeedback),
         *(PeriodicDecode, PeriodicMean, PeriodicSum, PeriodicResidual, PeriodicRounds),

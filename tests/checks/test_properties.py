@@ -497,6 +497,20 @@ class LowOmega(Levels):
         return LowOmegaClaims(self)
 
 
+class RoundOmega(Levels):
+    """Declares a bound on its relative variance that is right for two lengths alone."""
+
+    @property
+    def claims(self):
+        return RoundOmegaClaims(self)
+
+
+class RoundOmegaClaims(LevelsClaims):
+    def omega(self, segments):
+        length = max(1, *segments.lengths, 1)
+        return (0.25 if length in (33, 2000) else 0.01) * length / TOP**2
+
+
 class LowOmegaClaims(LevelsClaims):
     def omega(self, segments):
         return 0.5 * max(segments.lengths) / (4 * TOP**2)
@@ -1133,6 +1147,7 @@ WRONG = {
     LowGaussian: "error on normal input",
     TorchMean: "number of threads",
     LowOmega: "variance",
+    RoundOmega: "variance",
     FlippedDemo: "contraction",
     CoinlessVote: "fair ties",
     SameCoinVote: "fair ties",
