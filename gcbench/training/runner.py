@@ -14,7 +14,7 @@ from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, UsageE
 from gcbench.core.progress import Mode
 from gcbench.results import rows, update_rule
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, engines, rank, sinks
+from gcbench.training import captures, configuration, engines, rank, resume, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options
@@ -185,9 +185,9 @@ class Runner:
             try:
                 if config.hash in stored:
                     summary, path = stored[config.hash]
-                    configuration.check_objects(config, summary, path)
+                    resume.check_objects(config, summary, path)
                     if leads:
-                        source = configuration.other_source(config, summary)
+                        source = resume.other_source(config, summary)
                         _say(f"{place} {config.run_name}: its row is in {path}, skipped{source}")
                     _raise_if_failed(summary, f"row in {path}")
                 else:
@@ -245,14 +245,14 @@ class Runner:
         run = Run(self.results / config.run_name)
         finished = None if self.force else run.summary
         if finished is not None and finished.get("schema") == SCHEMA:
-            configuration.check_objects(config, finished, run.folder)
+            resume.check_objects(config, finished, run.folder)
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
             if leads:
                 self._add_row(run, finished)
             _raise_if_failed(finished, f"stored in {run.folder}; --force runs it again")
             if leads:
-                source = configuration.other_source(config, finished)
+                source = resume.other_source(config, finished)
                 _say(
                     f"{place} {config.run_name}: finished before, skipped{source} (--force runs it "
                     "again)"
@@ -270,12 +270,12 @@ class Runner:
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
                 provenance = run.read_provenance()
-                configuration.check_objects(config, {"provenance": provenance}, run.folder)
-                threads = configuration.threads_to_resume(config, provenance, run.folder)
+                resume.check_objects(config, {"provenance": provenance}, run.folder)
+                threads = resume.threads_to_resume(config, provenance, run.folder)
                 original = ""
                 if threads != configuration.threads_per_worker(config):
                     original = f" with {threads} thread(s) per worker, as in the original run"
-                source = configuration.other_source(config, {"provenance": provenance})
+                source = resume.other_source(config, {"provenance": provenance})
                 _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))

@@ -22,7 +22,7 @@ from gcbench.core.errors import UsageError
 from gcbench.report import suite_match
 from gcbench.results import rows
 from gcbench.results.reader import load
-from gcbench.training import configuration, suites
+from gcbench.training import configuration, resume, suites
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
 
@@ -579,7 +579,7 @@ def test_the_control_of_clipping_is_main_language_but_for_its_method(monkeypatch
         config = Config.model_validate(row["config"])
         assert config.hash == row["config_hash"]
         stored = row["provenance"] | {"plugins": configuration.plugins(config)}
-        configuration.check_objects(config, row | {"provenance": stored}, path)
+        resume.check_objects(config, row | {"provenance": stored}, path)
     monkeypatch.undo()
     registry.compressors.cache_clear()
 
