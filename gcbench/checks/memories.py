@@ -29,6 +29,17 @@ RATES = (0.5, 0.5, 0.05, 0.2, 2.0, 0.1)
 """Learning rates of the steps in which a schedule must not matter."""
 
 
+PLACE = memory_steps.Place(step=3, rank=1, workers=WORKERS)
+PLACES = tuple(
+    PLACE._replace(step=step, rank=rank, workers=workers, lr=lr)
+    for step, rank, workers, lr in (
+        *((0, 0, 1, 1.0), (1, 0, 1, 0.1), (2, 1, 2, 1.0), (4, 0, 4, 1e-3), (7, 2, 8, 64.0)),
+        *((499, 1, 5, 0.1), (1000, 3, 16, 1.0), (1001, 0, 2, 1.0), (10**6, 64, 65, 1.0)),
+    )
+)
+"""Where nothing is lost in a step: few and many workers, early and late steps."""
+
+
 class Spy(Memory):
     """A memory that passes all calls on, and remembers what it received and returned."""
 
@@ -92,6 +103,8 @@ def _buffers(carried: Memory, method: Compressor) -> str:
         return "`keep` is never called: `feedback` is false"
     if not {*carried.residuals} <= {*carried.buffers}:
         return f"residuals {carried.residuals} are not among the buffers {carried.buffers}"
+    if carried.residuals and carried.owner and carried.owner_decay != 1 and not carried.lossy:
+        return f"owner_decay is {carried.owner_decay}, but `lossy` is false"
     return ""
 
 
@@ -168,17 +181,24 @@ def _identity(carried: Memory, method: Compressor) -> str:
         return SKIPPED + "estimates the mean"
     (name,) = carried.buffers
     base, share = inputs.values(N, 17), memory_steps.series(N)[1][0]
-    cases = itertools.product(
-        (base, torch.zeros(N), 2.0**-60 * base, 2.0**60 * base),
-        (0.0, 1.0, -1.0, 2000.0, 2.0**20),
-        (share, torch.zeros(N), torch.ones(N)),
-    )
-    for gradient, factor, sent_share in cases:
+    heavy = base.clone()
+    heavy[100] = 2.0**10
+    cases = [
+        *itertools.product(
+            (PLACE,),
+            (base, torch.zeros(N), 2.0**-60 * base, 2.0**60 * base),
+            (0.0, 1.0, -1.0, 2000.0, 2.0**20),
+            (share, torch.zeros(N), torch.ones(N)),
+        ),
+        *itertools.product((PLACE,), (heavy,), (0.0, 1.0), (share, torch.zeros(N))),
+        *itertools.product(PLACES, (base,), (1.0,), (share,)),
+    ]
+    for place, gradient, factor, sent_share in cases:
         scale = float(gradient.abs().amax()) or 1.0
         residual = factor * (gradient if factor == -1.0 else inputs.values(N, 29) * scale)
         state = {name: residual.clone()}
-        segments = Segments.of(SHAPES, method.granularity)
-        ctx = Context(segments, key=Key(7, 3, 1), workers=WORKERS, state=state)
+        segments, key = Segments.of(SHAPES, method.granularity), Key(7, place.step, place.rank)
+        ctx = Context(segments, key=key, workers=place.workers, lr=place.lr, state=state)
         offered = carried.offer(gradient.clone(), ctx)
         sent = offered * sent_share
         carried.keep(offered, sent.clone(), ctx)
@@ -186,15 +206,21 @@ def _identity(carried: Memory, method: Compressor) -> str:
         off = float((state[name].double() + sent.double() - want).abs().amax())
         largest = float(want.abs().amax())
         if not off <= 1e-5 * largest:
-            return f"off by {off:.3g} of {largest:.3g}, with a residual {factor:g} times as large"
+            where = "" if place is PLACE else f", at {place._asdict()}"
+            return (
+                f"off by {off:.3g} of {largest:.3g}, with a residual {factor:g} times as large"
+                f"{where}"
+            )
     return ""
 
 
-def _summed(carried: Memory, xs: Sequence[Tensor], share: Tensor, steps: int = 600) -> Tensor:
+def _summed(
+    carried: Memory, xs: Sequence[Tensor], share: Tensor, steps: int = 600, first: int = 0
+) -> Tensor:
     """Return the sums of what is applied in the last two quarters of the steps, float64, (2, n).
 
     `xs`: the gradient of each worker, at every step. `share`: the share of each element that is
-    sent; from step to step it is rolled by one element.
+    sent; from step to step it is rolled by one element. `first`: the first step.
     """
     segments = Segments.of(((len(share),),))
     states = [carried.state(x) for x in xs]
@@ -203,8 +229,8 @@ def _summed(carried: Memory, xs: Sequence[Tensor], share: Tensor, steps: int = 6
     for step in range(steps):
         sent, part = [], share.roll(step)
         for rank, (x, state) in enumerate(zip(xs, states, strict=True)):
-            ctx = Context(segments, key=Key(7, step, rank), workers=len(xs), state=state)
-            ctx = ctx._replace(joint=joint)
+            key = Key(7, first + step, rank)
+            ctx = Context(segments, key=key, workers=len(xs), state=state, joint=joint)
             offered = carried.offer(x.clone(), ctx)
             sent.append(offered * part)
             if carried.feedback:
@@ -229,14 +255,20 @@ def _constant(carried: Memory, method: Compressor) -> str:
     largest = both.abs().amax()
     if bool(((first + second - both).abs() > 1e-3 * largest).any()):
         return SKIPPED + "what is applied is not linear in the gradients"
-    (before, actual), (early, want) = (_summed(carried, rows[0], x) for x in (third, every))
-    applied = float((actual * want).sum() / want.square().sum())
-    if carried.lossy or carried.masks:
-        holds = applied > 0.334
-    else:  # where the sums still change, by as much
-        room = 1e-3 * want.abs().amax() + 2 * (actual - before).abs() + 2 * (want - early).abs()
-        holds = bool(((actual - want).abs() <= room).all())
-    return "" if holds else f"of a constant gradient {applied:.3g} times as much is applied"
+    for xs, start in ((rows[0], 0), (rows[0][:1], 1000)):
+        (before, actual), (early, want) = (
+            _summed(carried, xs, x, first=start) for x in (third, every)
+        )
+        applied = float((actual * want).sum() / want.square().sum())
+        if carried.lossy or carried.masks:
+            holds = applied > 0.334
+        else:  # where the sums still change, by as much
+            room = 1e-3 * want.abs().amax() + 2 * (actual - before).abs() + 2 * (want - early).abs()
+            holds = bool(((actual - want).abs() <= room).all())
+        if not holds:
+            where = f"{len(xs)} worker(s), from step {start}"
+            return f"of a constant gradient {applied:.3g} times as much is applied ({where})"
+    return ""
 
 
 def _exact_run(carried: Memory, rates: Sequence[float], reads: Sequence[str] = ()) -> Tensor:

@@ -12,9 +12,10 @@ import torch
 import unusual
 from commands import invoke
 
-from gcbench.checks import cases, exchanges, memories, verify
+from gcbench.checks import cases, exchanges, memories, memory_steps, verify
 from gcbench.core import memory, registry
 from gcbench.core.memory import Memory
+from gcbench.core.rule import UpdateRule
 
 Residual = registry.memory_class("residual")
 Momentum = registry.memory_class("momentum")
@@ -354,6 +355,62 @@ def test_a_memory_that_is_wrong_on_some_inputs_is_refused(cls, check):
     assert memories.CHECKS[check](cls(), registry.compressor("topk")) != ""
 
 
+class Alone(Residual):
+    """A single worker keeps no error."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        if ctx.workers == 1:
+            ctx.state["residual"].zero_()
+
+
+class LateAndEven(unusual.Alternating):
+    """From step 1000 on the error is halved; what is offered depends on the step at all of them."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        if ctx.step >= 1000:
+            ctx.state["residual"].mul_(0.5)
+
+
+class NoOutliers(Residual):
+    """Errors 30 times as large as their mean are dropped."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        sizes = ctx.state["residual"].abs()
+        ctx.state["residual"].masked_fill_(sizes > 30 * sizes.mean(), 0.0)
+
+
+class ForgetfulOwner(Residual):
+    """Owners halve their errors, and the memory is not lossy."""
+
+    owner_decay = 0.5
+
+
+class PerRate(unusual.SelfScaled):
+    """Divides by the learning rate, also where it is 0."""
+
+    def offer(self, gradient, ctx):
+        return gradient + ctx.state["update"] / torch.tensor(ctx.lr)
+
+
+@pytest.mark.parametrize(
+    ("cls", "check"),
+    [
+        (Alone, "memory: nothing lost in a step"),
+        (LateAndEven, "memory: nothing lost in a step"),
+        (NoOutliers, "memory: nothing lost in a step"),
+        (ForgetfulOwner, "memory: buffers"),
+        (PerRate, "memory: large inputs"),
+    ],
+)
+def test_a_memory_that_loses_at_some_places_is_refused(cls, check):
+    fault = memories.CHECKS[check](cls(), registry.compressor("topk"))
+    assert fault
+    assert not fault.startswith(memories.SKIPPED)
+
+
 class Unlisted(Residual):
     """The residual is not declared, so it does not follow the learning rate."""
 
@@ -494,6 +551,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 import torch
 from gcbench.core.memory import Memory
+from gcbench.core.rule import UpdateRule
 
 @dataclass(frozen=True)
 class Long(Memory):
@@ -592,6 +650,30 @@ def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, cls):
             return cls(**fields)
 
     assert not exchanges.updates(Method()).holds
+
+
+class RatedSigns(UpdateRule):
+    """Divides by the learning rate, which may be 0 during a warm-up."""
+
+    def update(self, mean, ctx):
+        return mean.sign() * (mean.abs() * ctx.lr).sqrt() / torch.tensor(ctx.lr).sqrt()
+
+
+class Standardized(UpdateRule):
+    """Divides by the standard deviation, which one element does not have."""
+
+    def update(self, mean, ctx):
+        variance = (mean - mean.mean()).square().sum() / (len(mean) - 1)
+        return mean / (variance.sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("cls", "where"), [(RatedSigns, "learning rate 0"), (Standardized, "one element")]
+)
+def test_an_update_rule_must_be_finite(cls, where):
+    method = registry.compressor("topk")
+    steps = memory_steps.Steps(memory.Memory(), cls(), method)
+    assert next(memory_steps.faults(steps)).startswith(where)
 
 
 class OddSigns(Signs):

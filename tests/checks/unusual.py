@@ -229,10 +229,11 @@ class SelfScaled(Memory):
     contracting: ClassVar[bool] = True
 
     def offer(self, gradient, ctx):
-        return gradient + ctx.state["update"] / ctx.lr
+        return gradient + ctx.state["update"] / ctx.lr if ctx.lr else gradient
 
     def keep(self, offered, sent, ctx):
-        torch.sub(offered, sent, out=ctx.state["update"]).mul_(ctx.lr)
+        if ctx.lr:  # a step of rate 0 loses nothing
+            torch.sub(offered, sent, out=ctx.state["update"]).mul_(ctx.lr)
 
 
 @dataclass(frozen=True)
@@ -275,5 +276,48 @@ class Corrected(Memory):
         return self
 
 
-METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps)
-MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected)
+class Alternating(Residual):
+    """The residual waits at even steps."""
+
+    def offer(self, gradient, ctx):
+        return gradient + ctx.state["residual"] if ctx.step % 2 else gradient.clone()
+
+    def keep(self, offered, sent, ctx):
+        if ctx.step % 2:
+            super().keep(offered, sent, ctx)
+        else:
+            ctx.state["residual"].add_(offered).sub_(sent)
+
+
+@dataclass(frozen=True)
+class Permuted(Compressor):
+    """Worker r sends the r-th part of a common permutation, N times as large (Perm-K).
+
+    A single worker sends everything; errors of several cancel in the mean.
+    """
+
+    granularity = "model"
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    def encode(self, x, ctx):
+        common, place = ctx.key._replace(rank=0), torch.empty(len(x), dtype=torch.int64)
+        first = int(ops.random.draws24(common._replace(stream=7), 1)[0]) + ctx.rank
+        place[ops.random.uniform(common, len(x)).argsort()] = torch.arange(len(x)) + first
+        values = (x * ctx.workers).clamp(-LARGEST, LARGEST)
+        return torch.where(place % ctx.workers == 0, values, 0.0)
+
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
+class PermutedClaims(Claims, of=Permuted):
+    unbiased = True
+    correlated = True
+
+
+METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps, Permuted)
+MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected, Alternating)
