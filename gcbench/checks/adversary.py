@@ -387,6 +387,8 @@ def process_state() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "number of threads": torch.get_num_threads(),
         "gradients enabled": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "numpy's handling of errors": numpy.geterr(),
         "precision of matmul": torch.get_float32_matmul_precision(),
         "denormal numbers": float(torch.tensor(1e-40) * 1.0) != 0.0,
     }

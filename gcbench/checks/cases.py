@@ -155,6 +155,7 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
     yield from map(_tamed, rows[:: effort.every])
     for alone in ((48, 64), (16, 8, 3, 3)):  # one tensor, as a large one is in a bucket of DDP
         yield Case((alone,), workers=3)
+    yield Case(inputs.MIXED, workers=3, lr=0.0)  # the first step of a warm-up
     draw = random.Random(seed + 1)
 
     def drawn(shapes: inputs.Shapes) -> Case:

@@ -44,19 +44,25 @@ class Profile(NamedTuple):
 
 
 def profile(calls: Calls) -> Profile:
-    """Return the properties of a method, from its declarations and seven encodings."""
+    """Return the properties of a method, from its declarations and a few encodings.
+
+    A method may be random in a world of several workers only.
+    """
     method = calls.method
     segments = Segments.of([(40, 50)], method.granularity)
     x = inputs.values(2000, 1)
     keys = [Key(0, 0, 0), Key(1, 0, 0), Key(0, 1, 0), Key(0, 2, 0), Key(0, 3, 3), Key(9, 9, 9)]
-    sent = set()
-    for key in keys:
-        shared = calls.shared([x], segments, key)
-        payload = calls.encode(x, segments, shared, key)
-        sent.add(raw(calls.decode(payload, segments, shared)))
+    random = False
+    for calls.workers in (3, 1):
+        sent = set()
+        for key in keys:
+            shared = calls.shared([x], segments, key)
+            payload = calls.encode(x, segments, shared, key)
+            sent.add(raw(calls.decode(payload, segments, shared)))
+        random |= len(sent) > 1
     size = method.granularity
     return Profile(
-        random=len(sent) > 1,
+        random=random,
         drawn=calls.draws_shared(segments, keys[0]),
         local=size != "model" and not isinstance(method, MultiRoundCompressor),
         group=size if isinstance(size, int) and size <= 1200 else 512,

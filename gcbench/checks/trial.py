@@ -55,6 +55,10 @@ class Trial:
         self.shared, self.prepared = calls.agreed(self.xs, self.segments, case.key())
         for x, copy in zip(self.xs, copies, strict=True):
             same_bits("prepare", x, copy, "x before the call")
+        rows = len(self.shared) if self.shared.numel() and not profile.drawn else len(self.segments)
+        if rows != len(self.segments):
+            what = f"the statistic has {rows} rows for {len(self.segments)} segments"
+            raise FaultError("prepare", what)
         self.lent: list[tuple[Tensor, int]] = []
         """Larger buffers whose middle was lent as an output buffer, and the size of that part."""
         self.payloads: list[Payload] = []
@@ -135,6 +139,8 @@ class Trial:
             raise FaultError("encode", f"layout {payload.layout}; declared is {layout}")
         if payload.count != 1:
             raise FaultError("encode", f"count {payload.count} of one worker")
+        if layout is None:
+            self._same_parts(payload, rank)
         if not self.case.light and (rank == 0 or not self.large):
             slots = calls.slots(segments, self.case.dirty)
             view = surrounded(x)
@@ -171,6 +177,17 @@ class Trial:
         self.payloads.append(payload)
         self.decoded.append(decoded)
         self.bytes.append(sent)
+
+    def _same_parts(self, payload: Payload, rank: int) -> None:
+        """Parts have the same dtypes on all workers: a header has only their sizes."""
+        first, whose = (self.payloads or [payload])[0], "worker 0 sends"
+        if not rank:
+            zeros, key = torch.zeros(self.n), self.case.key()
+            first = self.calls.encode(zeros, self.segments, self.shared, key)
+            whose = "a worker with zeros sends"
+        dtypes, others = ([dtype for dtype, _ in each.layout] for each in (payload, first))
+        if dtypes != others:
+            raise FaultError("encode", f"returned parts of {dtypes}, where {whose} {others}")
 
     def _zeros(self, decoded: Tensor) -> None:
         claims = self.method.claims

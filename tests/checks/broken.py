@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from unusual import SharedRange
+from unusual import Nonzeros, SharedRange
 from wrong_methods import (
     INT8,
     ONEBIT,
@@ -987,6 +987,50 @@ class OnesForZeros(POWER):
         ]
 
 
+# ---- what the engine relies on ------------------------------------------------------------------
+
+
+class NarrowPositions(Nonzeros):
+    """Positions have 16 bits where all of them fit: the dtype depends on the gradient."""
+
+    claims = Claims
+
+    def encode(self, x, ctx):
+        places, *others = super().encode(x, ctx)
+        fits = not len(places) or int(places[-1]) < 2**15
+        return (places.to(torch.int16) if fits else places), *others
+
+    def decode(self, payload, ctx):
+        if not payload.parts or payload.parts[0].dtype != torch.int16:
+            return super().decode(payload, ctx)
+        places, *others = payload.parts
+        return super().decode(Payload((places.to(torch.int32), *others)), ctx)
+
+
+class TwoRows(Levels):
+    """The statistic has the largest values, then the smallest, instead of one row per segment."""
+
+    def prepare(self, x, ctx):
+        sides = [ops.statistics.absmax(side, ctx.segments) for side in (x.relu(), (-x).relu())]
+        return Prepared(torch.cat(sides))
+
+
+class PerRate(Levels):
+    """Scales are multiplied and divided by the learning rate, which may be 0 during a warm-up."""
+
+    def encode(self, x, ctx):
+        codes, scale = super().encode(x, ctx)
+        return codes, scale * ctx.lr / (ctx.lr + 1e-45)
+
+
+class SilencesErrors(Levels):
+    """Silences numpy's warnings of the whole process."""
+
+    def encode(self, x, ctx):
+        np.seterr(all="ignore")
+        return super().encode(x, ctx)
+
+
 # ---- gradients that a call changes, and what never arrives ---------------------------------------
 
 
@@ -1124,8 +1168,10 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "elements that never arrive": (EverySecond,),
     "the context of an exchange": (
         *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
-        *(ChangesShared, SeedsNumpy, FlushesDenormals),
+        *(ChangesShared, SeedsNumpy, FlushesDenormals, SilencesErrors),
+        PerRate,
     ),
+    "what the engine relies on": (NarrowPositions, TwoRows),
     "positions": (LostPlace,),
     "views and guards": (ReadsStorage, WritesBeyond),
     "two conditions": (WaitingSegments, OtherRanks, CrowdedMerge),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import broken
+import numpy
 import pytest
 import torch
 import unusual
@@ -22,10 +23,12 @@ BROKEN = [(kind, cls) for kind, several in broken.KINDS.items() for cls in sever
 @pytest.mark.parametrize(("kind", "cls"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_broken_method_is_refused(kind, cls):
     """With the function and the input; an exception would be no finding of the search."""
+    errors = numpy.geterr()
     try:
         (finding,) = Search(cls(), EFFORTS.get(cls, cases.QUICK), shrink=0).run()
     finally:
         torch.set_flush_denormal(False)
+        numpy.seterr(**errors)
     assert finding.function
     assert "Error" not in finding.fault
     assert finding.case
@@ -51,6 +54,7 @@ EFFORTS = {
                 broken.GenerousDelta,
             ),
             *(broken.ReusedDecode, broken.ReusedMean),
+            *(broken.TwoRows, broken.SilencesErrors),
         )
     },
     **{
@@ -81,6 +85,8 @@ EFFORTS = {
     },
     broken.ShortTotals: FEW._replace(thin=1),
     broken.ThinMatrices: SHORT._replace(every=8),
+    broken.NarrowPositions: SHORT._replace(long=1),
+    broken.PerRate: SHORT,
 }
 """Where the default for tests takes more than a second: what the fault is about, and less else."""
 
