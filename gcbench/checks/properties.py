@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from gcbench.checks import exchanges, payloads, statistics
+from gcbench.checks import exchanges, payloads, settings, statistics
 from gcbench.checks.outcome import Measurement, NotDeclaredError, Outcome
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 
 CHECKS: Mapping[str, Callable[[Compressor], Measurement]] = {
+    "settings": settings.effective,
     "number of threads": payloads.threads,
     "nominal bits": payloads.nominal_bits,
     "independent noise": statistics.independent,
@@ -60,10 +61,19 @@ def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
 def _configurations(cls: type[Compressor]) -> tuple[tuple[str, Compressor], ...]:
     """Return the variants of a class. The name is not the key: files of one name may differ."""
     configured = []
-    for options in cls().variants:
+    for options in variants(cls.name):
         text = " ".join(f"{key}={value}" for key, value in options.items())
         configured.append((text, registry.compressor(cls.name, **options)))
     return tuple(configured)
+
+
+def variants(name: str) -> tuple[Mapping[str, Any], ...]:
+    """Return the options of a registered method's variants; the default is always among them."""
+    method = registry.compressor(name)
+    declared = method.variants
+    if any(registry.compressor(name, **options) == method for options in declared):
+        return declared
+    return ({}, *declared)
 
 
 def chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:

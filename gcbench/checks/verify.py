@@ -62,7 +62,7 @@ def verify(
     configurations = properties.chosen(name, options)
     there: list[dict[str, str]] = []
     if processes:
-        variants = [options] if options else registry.compressor(name).variants
+        variants = [options] if options else properties.variants(name)
         there = in_processes([(name, dict(each)) for each in variants])
     for number, (text, method) in enumerate(configurations):
         start, before = time.perf_counter(), process_state()

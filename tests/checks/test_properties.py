@@ -1057,6 +1057,66 @@ class AddedSeeds(Levels):
         return super().draws(key._replace(seed=key.seed + 1000 * key.rank, rank=0), n)
 
 
+class ShiftedDraws(Levels):
+    """The draws of the next step are those of this one, shifted by three elements."""
+
+    def draws(self, key, n):
+        skipped = 3 * (key.step % 1009)
+        return super().draws(key._replace(step=key.step // 1009), n + skipped)[skipped:]
+
+
+class OppositeDraws(Levels):
+    """Odd ranks draw 1 - u, where the rank before them draws u."""
+
+    def draws(self, key, n):
+        draws = super().draws(key._replace(rank=key.rank // 2), n)
+        return 1 - 2.0**-24 - draws if key.rank % 2 else draws
+
+
+class OnlyOmega(Levels):
+    """Declares omega without a variance, and too small."""
+
+    class claims(Claims):
+        unbiased = True
+
+        def omega(self, segments):
+            return 0.05
+
+
+class OnlyVarianceBound(Levels):
+    """Declares the source's bound without a variance, and half of what it must be."""
+
+    class claims(Claims):
+        unbiased = True
+
+        def variance_bound(self, x, ctx):
+            return 0.5 * float(LevelsClaims(self.codec).variance(x, ctx).sum())
+
+
+class OneSided(Levels):
+    """A segment without negative elements is sent without zeros; no variance is declared."""
+
+    class claims(Claims):
+        unbiased = True
+
+    def codes(self, x, scale, draws):
+        return super().codes(x, scale, draws).clamp(min=1 if bool((x > 0).all()) else -TOP)
+
+
+class NearestAmongOthers(Levels):
+    """Rounds to the nearest level if there are several workers; no variance is declared."""
+
+    class claims(Claims):
+        unbiased = True
+
+    def encode(self, x, ctx):
+        scale = self.scales(x, ctx.segments)
+        draws = self.draws(ctx.key, len(x))
+        if ctx.workers > 1:
+            draws.fill_(0.5)
+        return self.codes(x, spread(scale, ctx.segments), draws), scale
+
+
 class OtherMomentumClaims(type(INT8().claims)):
     def uncompressed(self, gradients, warm_up):
         momentum = torch.zeros(())
@@ -1173,6 +1233,12 @@ WRONG = {
     SharedFactors: "same gradient again",
     AddedSeeds: "independent noise",
     OtherMomentum: "update rule",
+    ShiftedDraws: "independent noise",
+    OppositeDraws: "independent noise",
+    OnlyOmega: "variance",
+    OnlyVarianceBound: "variance",
+    OneSided: "unbiased",
+    NearestAmongOthers: "unbiased",
 }
 """Methods that the list of properties must refuse, and the property that fails."""
 
@@ -1188,6 +1254,32 @@ def test_a_property_refuses_a_wrong_method(cls):
     outcome = properties.run(cls(), WRONG[cls])
     assert outcome.verdict == "fails"
     assert "Error" not in outcome.note, "found by what it does, and not by an exception"
+
+
+@dataclass(frozen=True)
+class Unread(Levels):
+    """No function reads the field, and the variants leave out the default."""
+
+    clip: float = 0.0
+    shift: int = 0
+
+    variants = ({"clip": 2.5}, {"shift": 1})
+
+    def draws(self, key, n):
+        return super().draws(key._replace(seed=key.seed + self.shift), n)
+
+
+def test_a_setting_without_effect_is_refused():
+    verdicts = [properties.run(one, "settings").verdict for one in (Unread(2.5), Unread(0.0, 1))]
+    assert verdicts == ["fails", "holds"]
+    assert properties.run(Unread(), "settings").verdict == "not declared"
+
+
+def test_the_default_is_always_a_variant(monkeypatch):
+    monkeypatch.setattr(registry, "compressor", lambda name, **options: Unread(**options))
+    assert properties.variants("unread") == ({}, *Unread.variants)
+    monkeypatch.setattr(Unread, "variants", ({"clip": 0.0}, {"shift": 1}))
+    assert properties.variants("unread") == Unread.variants
 
 
 class FirstNorms(UpdateRule):

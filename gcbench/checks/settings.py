@@ -1,0 +1,79 @@
+"""Do the settings of a method have an effect?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gcbench.checks import calls, inputs
+from gcbench.checks.calls import Calls
+from gcbench.checks.oracle import raw
+from gcbench.checks.outcome import Measurement, NotDeclaredError
+from gcbench.core import memory, purposes, registry
+from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+
+BUCKETS: tuple[inputs.Shapes, ...] = (inputs.MIXED, ((70, 65), (33,)), ((40_009,), (65,)))
+FAMILIES = ("normal", "heavy tails", "elements of different scales", "zeros")
+PLACES = ((1, 1, 1.0), (3, 0, 1.0), (3, 1001, 0.1))
+"""Workers, step and learning rate."""
+
+
+def effective(method: Compressor) -> Measurement:
+    """Other values than the default of the fields change something that the method does.
+
+    Compared are what it declares beside its claims, and what it sends and decodes for several
+    buckets, values, steps and numbers of workers. A field that no function reads changes nothing.
+    """
+    default = type(method)()
+    fields = [
+        name
+        for name in registry.fields(type(method))
+        if getattr(method, name) != getattr(default, name)
+    ]
+    if not fields:
+        raise NotDeclaredError("all fields are at their defaults")
+    for actual, want in zip(_observed(method), _observed(default), strict=False):
+        if actual != want:
+            return Measurement("a difference", "a difference", True, ", ".join(fields))
+    note = "remove a field that no function reads, or the variant of one that changes only speed"
+    return Measurement(f"{', '.join(fields)}: no difference", "a difference", False, note)
+
+
+def _observed(method: Compressor) -> Iterator[Any]:
+    """Yield what is declared, then results of each input, in the same order for all methods."""
+    carried = memory.of(method)
+    yield registry.call(carried), repr(method.rule), dict(method.recipe)
+    yield method.legal_collectives(), method.granularity
+    running = Calls(method)
+    for shapes in BUCKETS:
+        segments = calls.segments_of(method, shapes)
+        for family in FAMILIES:
+            xs = [inputs.EVERY_FAMILY[family](segments, rank) for rank in range(3)]
+            for workers, step, running.lr in PLACES:
+                running.workers = workers
+                yield list(_results(running, xs[:workers], segments, Key(7, step, 0)))
+
+
+def _results(running: Calls, xs: list[torch.Tensor], segments: Segments, key: Key) -> Iterator[Any]:
+    """Yield what the workers send, and what is decoded, as bytes."""
+    method = running.method
+    if isinstance(method, MultiRoundCompressor):
+        state = running.initial_state(segments, key)
+        for step in range(2):
+            at = key._replace(step=key.step + step)
+            ((mean, state), *_) = running.rounds(xs, segments, state, at, torch.zeros(len(xs[0])))
+            yield raw(mean), raw(state)
+        return
+    shared = running.shared(xs, segments, key)
+    payloads = [
+        running.encode(x, segments, shared, key._replace(rank=rank)) for rank, x in enumerate(xs)
+    ]
+    yield [(payload.layout, raw(payload.to_bytes())) for payload in payloads]
+    yield [raw(running.decode(payload, segments, shared)) for payload in payloads]
+    if "allgather" in method.legal_collectives() and len(payloads) > 1:
+        yield raw(running.mean(payloads, segments, shared))
+    if "twoshot" in method.legal_collectives():
+        merged = running.merge(payloads, segments, shared, key._replace(stream=purposes.MERGE))
+        yield raw(merged.to_bytes()), raw(running.decode(merged, segments, shared))
