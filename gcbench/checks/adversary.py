@@ -219,7 +219,7 @@ class Search:
                 return
 
     def _huge(self) -> None:
-        """One worker's values near the largest of all; rounds may sum what then overflows."""
+        """Values of one worker near the maximum of float32; sums, as rounds form, overflow."""
         for scale in () if isinstance(self.calls.method, MultiRoundCompressor) else HUGE:
             if not self.findings:
                 self._try(Case(inputs.MIXED, workers=1, scale=scale, residual="zero"))
@@ -253,6 +253,9 @@ class Search:
             same_bits("decode(encode(x))", result(stored[-1]), result(stored[0]), what)
         except FaultError as fault:
             self.findings.append(Finding(fault.function, fault.what, where))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self.findings.append(Finding(calls.last, what, where))
 
     def _not_finite(self) -> None:
         """NaN or infinite elements: an error, or finite values."""

@@ -164,7 +164,6 @@ def measure(steps: Steps) -> Facts:
 def faults(steps: Steps) -> Iterator[str]:
     """Yield in which ways the results on other inputs are not those of short ones."""
     for name, n, place in (
-        ("learning rate 0", 40, HERE._replace(lr=0.0)),
         ("one worker", 40, HERE._replace(workers=1)),
         ("one element", 1, HERE),
     ):

@@ -349,7 +349,8 @@ class Context(NamedTuple):
     workers: int = 1
     """The world size."""
     lr: float = 1.0
-    """The learning rate that the mean will be applied with."""
+    """The learning rate that the mean will be applied with; while it is 0, the last positive one,
+    or 1."""
     prepared: Any = None
     """`Prepared.cached` for the same x and segments; None: `encode` computes it."""
     layout: Layout | None = None

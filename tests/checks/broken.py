@@ -1015,14 +1015,6 @@ class TwoRows(Levels):
         return Prepared(torch.cat(sides))
 
 
-class PerRate(Levels):
-    """Scales are multiplied and divided by the learning rate, which may be 0 during a warm-up."""
-
-    def encode(self, x, ctx):
-        codes, scale = super().encode(x, ctx)
-        return codes, scale * ctx.lr / (ctx.lr + 1e-45)
-
-
 class SilencesErrors(Levels):
     """Silences numpy's warnings of the whole process."""
 
@@ -1169,7 +1161,6 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "the context of an exchange": (
         *(DecodedSteps, MeanOffset, ReceiverRank, SlowRate, RatedSum, WorldEncode, WorldDecode),
         *(ChangesShared, SeedsNumpy, FlushesDenormals, SilencesErrors),
-        PerRate,
     ),
     "what the engine relies on": (NarrowPositions, TwoRows),
     "positions": (LostPlace,),

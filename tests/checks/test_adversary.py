@@ -86,7 +86,6 @@ EFFORTS = {
     broken.ShortTotals: FEW._replace(thin=1),
     broken.ThinMatrices: SHORT._replace(every=8),
     broken.NarrowPositions: SHORT._replace(long=1),
-    broken.PerRate: SHORT,
 }
 """Where the default for tests takes more than a second: what the fault is about, and less else."""
 

@@ -388,13 +388,6 @@ class ForgetfulOwner(Residual):
     owner_decay = 0.5
 
 
-class PerRate(unusual.SelfScaled):
-    """Divides by the learning rate, also where it is 0."""
-
-    def offer(self, gradient, ctx):
-        return gradient + ctx.state["update"] / torch.tensor(ctx.lr)
-
-
 @pytest.mark.parametrize(
     ("cls", "check"),
     [
@@ -402,7 +395,6 @@ class PerRate(unusual.SelfScaled):
         (LateAndEven, "memory: nothing lost in a step"),
         (NoOutliers, "memory: nothing lost in a step"),
         (ForgetfulOwner, "memory: buffers"),
-        (PerRate, "memory: large inputs"),
     ],
 )
 def test_a_memory_that_loses_at_some_places_is_refused(cls, check):
@@ -652,13 +644,6 @@ def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, cls):
     assert not exchanges.updates(Method()).holds
 
 
-class RatedSigns(UpdateRule):
-    """Divides by the learning rate, which may be 0 during a warm-up."""
-
-    def update(self, mean, ctx):
-        return mean.sign() * (mean.abs() * ctx.lr).sqrt() / torch.tensor(ctx.lr).sqrt()
-
-
 class Standardized(UpdateRule):
     """Divides by the standard deviation, which one element does not have."""
 
@@ -667,13 +652,9 @@ class Standardized(UpdateRule):
         return mean / (variance.sqrt() + 1e-8)
 
 
-@pytest.mark.parametrize(
-    ("cls", "where"), [(RatedSigns, "learning rate 0"), (Standardized, "one element")]
-)
-def test_an_update_rule_must_be_finite(cls, where):
-    method = registry.compressor("topk")
-    steps = memory_steps.Steps(memory.Memory(), cls(), method)
-    assert next(memory_steps.faults(steps)).startswith(where)
+def test_an_update_rule_must_be_finite():
+    steps = memory_steps.Steps(memory.Memory(), Standardized(), registry.compressor("topk"))
+    assert next(memory_steps.faults(steps)).startswith("one element")
 
 
 class OddSigns(Signs):

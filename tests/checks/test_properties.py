@@ -25,6 +25,8 @@ from wrong_methods import (
     TOP,
     TOPK,
     CoinlessVote,
+    Dither,
+    DitherClaims,
     FlippedDemo,
     Levels,
     LevelsClaims,
@@ -819,31 +821,11 @@ class LowVarianceClaims(LevelsClaims):
         return 0.95 * super().variance(x, ctx)
 
 
-class DitheredClaims(Claims):
-    unbiased = True
-    two_levels = True
-
-    def variance(self, x, ctx):
-        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double() / TOP
-        return step * step / 12
-
-
-@dataclass(frozen=True)
-class Dithered(Compressor):
+class Dithered(Dither):
     """Subtractive dither, whose errors are uniform, declares two levels."""
 
-    claims = DitheredClaims
-
-    def encode(self, x, ctx):
-        step = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments) / TOP
-        dither = ops.random.uniform(ctx.key, len(x)) - 0.5
-        return torch.where(step > 0, (torch.round(x / step + dither) - dither) * step, 0.0)
-
-    def decode(self, payload, ctx):
-        return check_finite(payload.parts[0]).clone()
-
-    def layout(self, segments, count=1):
-        return ((torch.float32, segments.numel),)
+    class claims(DitherClaims):
+        two_levels = True
 
 
 class CoarseForAny(TOPK):

@@ -229,11 +229,10 @@ class SelfScaled(Memory):
     contracting: ClassVar[bool] = True
 
     def offer(self, gradient, ctx):
-        return gradient + ctx.state["update"] / ctx.lr if ctx.lr else gradient
+        return gradient + ctx.state["update"] / ctx.lr
 
     def keep(self, offered, sent, ctx):
-        if ctx.lr:  # a step of rate 0 loses nothing
-            torch.sub(offered, sent, out=ctx.state["update"]).mul_(ctx.lr)
+        torch.sub(offered, sent, out=ctx.state["update"]).mul_(ctx.lr)
 
 
 @dataclass(frozen=True)
