@@ -1,18 +1,22 @@
-"""Do the settings of a method have an effect?"""
+"""Do the settings of a method have an effect, and do those that no variant has work?"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from gcbench.checks import calls, inputs
+from gcbench.checks import calls, inputs, oracle
 from gcbench.checks.calls import Calls
+from gcbench.checks.cases import Case
 from gcbench.checks.oracle import raw
 from gcbench.checks.outcome import Measurement, NotDeclaredError
+from gcbench.checks.trial import attempt
 from gcbench.core import memory, purposes, registry
 from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
+from gcbench.core.errors import UsageError
 
 BUCKETS: tuple[inputs.Shapes, ...] = (inputs.MIXED, ((70, 65), (33,)), ((40_009,), (65,)))
 FAMILIES = ("normal", "heavy tails", "elements of different scales", "zeros")
@@ -39,6 +43,50 @@ def effective(method: Compressor) -> Measurement:
             return Measurement("a difference", "a difference", True, ", ".join(fields))
     note = "remove a field that no function reads, or the variant of one that changes only speed"
     return Measurement(f"{', '.join(fields)}: no difference", "a difference", False, note)
+
+
+GRANULARITIES = ("tensor", "model", "column", 100)
+TRIED = (
+    Case(inputs.MIXED, workers=3),
+    Case(inputs.MIXED, values="segments of different norms", workers=2, step=499, rank=77),
+    Case(((40, 50), (33,)), values="positive", workers=5, lr=0.1, shard=True),
+    Case(((64, 48), (24, 5, 3, 3), ()), values="signs", workers=2, residual="zero"),
+)
+
+
+def untried(method: Compressor) -> Measurement:
+    """Switches and granularities that no variant has work, on a few inputs of the search.
+
+    A value that the constructor refuses is no setting.
+    """
+    if method != type(method)():
+        raise NotDeclaredError("tried beside the default configuration")
+    done = []
+    for name, value in _other_values(method):
+        try:
+            other = dataclasses.replace(method, **{name: value})  # type: ignore[type-var]
+        except (TypeError, ValueError, UsageError):
+            continue
+        running, text = Calls(other), f"{name}={value}"
+        for case in TRIED:
+            fault, _ = attempt(running, oracle.profile(running), case)
+            if fault is not None:
+                return Measurement(f"{text}: {fault}", "as the default", False, str(case))
+        done.append(text)
+    if not done:
+        raise NotDeclaredError("no switch or granularity that no variant has")
+    return Measurement(", ".join(done), "as the default", True)
+
+
+def _other_values(method: Compressor) -> Iterator[tuple[str, Any]]:
+    """Yield fields, and their values that neither the default nor a variant has."""
+    for name in registry.fields(type(method)):
+        value = getattr(method, name)
+        seen = [value, *(options.get(name, value) for options in method.variants)]
+        choices: tuple[Any, ...] = (False, True) if isinstance(value, bool) else ()
+        if name == "granularity":
+            choices = GRANULARITIES
+        yield from ((name, choice) for choice in choices if choice not in seen)
 
 
 def _observed(method: Compressor) -> Iterator[Any]:

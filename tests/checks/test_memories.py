@@ -388,9 +388,17 @@ class ForgetfulOwner(Residual):
     owner_decay = 0.5
 
 
+class MaskedDense(Dgc):
+    """Masks in exact steps, too, so that no momentum remains."""
+
+    def dense(self):
+        return self
+
+
 @pytest.mark.parametrize(
     ("cls", "check"),
     [
+        (MaskedDense, "memory: dense"),
         (Alone, "memory: nothing lost in a step"),
         (LateAndEven, "memory: nothing lost in a step"),
         (NoOutliers, "memory: nothing lost in a step"),

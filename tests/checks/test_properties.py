@@ -1099,6 +1099,42 @@ class NearestAmongOthers(Levels):
         return self.codes(x, spread(scale, ctx.segments), draws), scale
 
 
+class ScratchLevels(Levels):
+    """Writes levels to one buffer per length, which other threads use at the same time."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def codes(self, x, scale, draws):
+        levels = self.scratch_space.setdefault(len(x), torch.empty(len(x)))
+        torch.abs(x, out=levels)
+        levels.div_(scale).mul_(TOP).nan_to_num_(0.0, 0.0, 0.0)
+        return (torch.floor(levels + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
+
+
+@dataclass(frozen=True)
+class BrokenSwitch(Levels):
+    """A switch that no variant sets halves what arrives."""
+
+    halved: bool = False
+
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
+        return decoded / 2 if self.halved else decoded
+
+
+@dataclass(frozen=True)
+class PerTensor(Levels):
+    """Offers a granularity, and has one scale per tensor."""
+
+    granularity: str | int = "tensor"
+
+    def encode(self, x, ctx):
+        return super().encode(x, ctx._replace(segments=Segments.of(ctx.segments.shapes)))
+
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx._replace(segments=Segments.of(ctx.segments.shapes)))
+
+
 class OtherMomentumClaims(type(INT8().claims)):
     def uncompressed(self, gradients, warm_up):
         momentum = torch.zeros(())
@@ -1221,6 +1257,9 @@ WRONG = {
     OnlyVarianceBound: "variance",
     OneSided: "unbiased",
     NearestAmongOthers: "unbiased",
+    ScratchLevels: "workers in threads",
+    BrokenSwitch: "other settings",
+    PerTensor: "other settings",
 }
 """Methods that the list of properties must refuse, and the property that fails."""
 
