@@ -57,7 +57,7 @@ TRIED = (
 def untried(method: Compressor) -> Measurement:
     """Switches and granularities that no variant has work, on a few inputs of the search.
 
-    A value that the constructor refuses is no setting.
+    Values that the constructor refuses are left out.
     """
     if method != type(method)():
         raise NotDeclaredError("tried beside the default configuration")
