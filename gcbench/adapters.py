@@ -26,13 +26,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Parts, Payload, check_finite
@@ -41,25 +41,57 @@ from gcbench.core.errors import PayloadError, UsageError
 FIXED_SEED = 0x6763
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's global generators inside, and restore them after.
+class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, torch's operations draw from generators of this seed, one per device.
 
-    Without CUDA only the CPU's generator draws. `torch.manual_seed` would also format two stack
-    traces, which takes longer than most calls.
+    Threads share torch's global generators: simulated workers do, and so do a hook's thread and the
+    training loop.
     """
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            yield
-        return
-    generator = torch.default_generator
-    state = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        generator.set_state(state)
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation, with a generator if it draws from the global one."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            func = _with_generator(func)
+            kwargs["generator"] = self._generator(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _generator(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        device = tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+@lru_cache(maxsize=256)
+def _with_generator(func: Any) -> Any:
+    """Return the overload of an operation that takes a generator.
+
+    Raises:
+        UsageError: it has none, as fused dropout on a GPU.
+    """
+
+    def names(overload: Any) -> list[str]:
+        return [argument.name for argument in overload._schema.arguments]
+
+    wanted = names(func)
+    packet = func.overloadpacket
+    for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
+        found = names(overload)
+        if "generator" in found and [x for x in found if x != "generator"] == [
+            x for x in wanted if x != "generator"
+        ]:
+            return overload
+    raise UsageError(
+        f"an adapted method draws by {func}, which takes no torch.Generator: threads would share "
+        "its numbers. Draw by torch.rand, torch.bernoulli or another operation that takes one"
+    )
 
 
 @dataclass(frozen=True)
@@ -81,8 +113,7 @@ class Adapted(Compressor):
         parts: list[Tensor] = []
         for i, piece in enumerate(self._pieces(x, ctx)):
             self._template(tuple(piece.shape), piece.device)  # refuses what cannot be decoded
-            digest = hashlib.blake2b(repr((*ctx.key, i)).encode(), digest_size=8)
-            with _seeded(int.from_bytes(digest.digest(), "big") >> 1):
+            with _Seeded(_seed(ctx, i)):
                 tensors, _ = self.inner.compress(piece.clone(), str(i))
             parts += [_sent(tensor) for tensor in tensors]
         return Payload(tuple(parts) or (x.new_empty(0),))
@@ -93,13 +124,15 @@ class Adapted(Compressor):
         rest = list(payload.parts)
         if not ctx.segments.numel and len(rest) == 1 and not rest[0].numel():
             rest.pop()  # a bucket without elements has one empty part
-        for piece in self._pieces(out, ctx):
+        every = ctx._replace(key=ctx.key._replace(rank=0))  # all workers decode alike
+        for i, piece in enumerate(self._pieces(out, ctx)):
             likes, fixed, context = self._template(tuple(piece.shape), piece.device)
             if len(rest) < len(likes):
                 raise PayloadError(f"{self.name}: payload has too few parts")
             tensors = [self._received(rest.pop(0), like, fixed) for like in likes]
             try:
-                decoded = self.inner.decompress(tensors, context)
+                with _Seeded(_seed(every, i)):
+                    decoded = self.inner.decompress(tensors, context)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 raise PayloadError(f"{self.name}: decompress refused a payload: {error}") from error
             if decoded.numel() != piece.numel():
@@ -119,10 +152,12 @@ class Adapted(Compressor):
     def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
         """Return what the class aggregates of the decoded buckets, float32, shape (n,) each."""
         out = torch.empty(ctx.segments.numel) if ctx.out is None else ctx.out
-        for piece, *pieces in zip(
-            *(list(self._pieces(bucket, ctx)) for bucket in (out, *decoded)), strict=True
+        every = ctx._replace(key=ctx.key._replace(rank=0))
+        for i, (piece, *pieces) in enumerate(
+            zip(*(self._pieces(bucket, ctx) for bucket in (out, *decoded)), strict=True)
         ):
-            total = self.inner.aggregate([one.clone() for one in pieces])
+            with _Seeded(_seed(every, i)):
+                total = self.inner.aggregate([one.clone() for one in pieces])
             piece.copy_(total / len(pieces) if getattr(self.inner, "average", True) else total)
         return out
 
@@ -158,18 +193,27 @@ class Adapted(Compressor):
         Sizes count as fixed if those of five tensors of different distributions agree.
 
         Raises:
-            UsageError: a tensor is decoded differently with the context of another.
+            UsageError: a tensor is decoded differently with the context of another, or `compress`
+                seeds torch's generator.
         """
-        with _seeded(FIXED_SEED):
+        before = torch.initial_seed(), torch.get_rng_state()
+        with _Seeded(FIXED_SEED):
             normal = torch.randn(3, *shape, device=device)
         alone = torch.zeros(shape, device=device)
         alone.view(-1)[-1] = 1.0
         inputs = (*(normal**3), torch.ones(shape, device=device), alone)
         results = []
         for seed, x in enumerate(inputs):
-            with _seeded(FIXED_SEED + seed):
+            with _Seeded(FIXED_SEED + seed):
                 tensors, context = cls.inner.compress(x, "template")
                 results.append((list(tensors), context))
+        if torch.initial_seed() != before[0]:
+            torch.set_rng_state(before[1])
+            raise UsageError(
+                f"{cls.__name__}: compress calls torch.manual_seed, which also seeds the numbers "
+                "of the training loop. Leave it out (an adapter seeds each call), or draw from a "
+                "torch.Generator"
+            )
         first, shared = results[0]
         for tensors, context in results[:3]:
             if not torch.equal(cls._decoded(tensors, context), cls._decoded(tensors, shared)):
@@ -183,12 +227,18 @@ class Adapted(Compressor):
     @classmethod
     def _decoded(cls, tensors: Sequence[Tensor], context: Any) -> Tensor:
         """Return the bits of the decompressed tensor; with a context that does not fit, none."""
-        with _seeded(FIXED_SEED):
+        with _Seeded(FIXED_SEED):
             try:
                 result: Tensor = cls.inner.decompress([one.clone() for one in tensors], context)
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return torch.empty(0)
         return result.detach().float().contiguous().view(torch.int32)
+
+
+def _seed(ctx: Context, i: int) -> int:
+    """Return the seed of the bucket's tensor `i`."""
+    digest = hashlib.blake2b(repr((*ctx.key, i)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _sent(tensor: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +13,19 @@ from torch import Tensor
 from gcbench.checks import calls, inputs, oracle
 from gcbench.checks.outcome import Measurement, NotDeclaredError
 from gcbench.core import codec, exchange, memory
-from gcbench.core.compressor import COLLECTIVES, Compressor, Context, Payload
+from gcbench.core.compressor import (
+    COLLECTIVES,
+    Compressor,
+    Context,
+    MultiRoundCompressor,
+    Payload,
+)
 from gcbench.core.errors import PayloadError, UsageError
+
+PATIENCE = 60.0
+"""Seconds that a worker waits for its turn."""
+MOST = 100_000
+"""Operations that a worker needs at most after the other one has finished."""
 
 
 def threads(method: Compressor) -> Measurement:
@@ -34,6 +48,58 @@ def threads(method: Compressor) -> Measurement:
     return Measurement(
         ", ".join(wrong) or f"{segments.numel:,} elements", "the same bits", not wrong
     )
+
+
+def concurrent(method: Compressor) -> Measurement:
+    """Two workers that take turns after each operation send the bits of a single one.
+
+    A simulation runs its workers in threads. A method that writes intermediate results to a buffer
+    of its own mixes the values of the workers.
+    """
+    if isinstance(method, MultiRoundCompressor):
+        raise NotDeclaredError("a method in rounds")
+    segments = calls.segments_of(method, ((40, 33), (33,)))
+    xs = [inputs.values(segments.numel, 7919 * rank) for rank in range(2)]
+    ctx = Context(segments, key=calls.KEY, workers=2)
+    ctx = ctx._replace(shared=codec.agree(method, xs, ctx)[0])
+
+    def worker(rank: int) -> tuple[bytes, bytes]:
+        payload = codec.encode(method, xs[rank], ctx._replace(key=ctx.key._replace(rank=rank)))
+        return oracle.raw(payload.to_bytes()), oracle.raw(codec.decode(method, payload, ctx))
+
+    def in_turn(rank: int) -> tuple[bytes, bytes]:
+        with turns[rank]:
+            return worker(rank)
+
+    wanted = [worker(rank) for rank in range(2)]
+    batons = [threading.Semaphore(1), threading.Semaphore(0)]
+    turns = [Turns(batons), Turns(batons[::-1])]
+    with ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(in_turn, range(2))]
+    wrong = sum(one != want for one, want in zip(results, wanted, strict=True))
+    return Measurement(f"{wrong} of 2 workers differ", "0", wrong == 0)
+
+
+class Turns(torch.overrides.TorchFunctionMode):
+    """Lets another thread go on after each operation of this one, and waits for its next turn."""
+
+    def __init__(self, batons: Sequence[threading.Semaphore]) -> None:
+        """`batons`: that of this thread, then that of the other one."""
+        super().__init__()
+        self.mine, self.other = batons
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operation of torch, then pass the turn on."""
+        self.mine.acquire(timeout=PATIENCE)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.other.release()
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave all further turns to the other thread."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.other.release(MOST)
 
 
 def nominal_bits(method: Compressor) -> Measurement:

@@ -19,6 +19,7 @@ from gcbench.core.compressor import Compressor
 CHECKS: Mapping[str, Callable[[Compressor], Measurement]] = {
     "settings": settings.effective,
     "other settings": settings.untried,
+    "workers in threads": payloads.concurrent,
     "number of threads": payloads.threads,
     "nominal bits": payloads.nominal_bits,
     "independent noise": statistics.independent,

@@ -1099,6 +1099,18 @@ class NearestAmongOthers(Levels):
         return self.codes(x, spread(scale, ctx.segments), draws), scale
 
 
+class ScratchLevels(Levels):
+    """Writes levels to one buffer per length, which other threads use at the same time."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def codes(self, x, scale, draws):
+        levels = self.scratch_space.setdefault(len(x), torch.empty(len(x)))
+        torch.abs(x, out=levels)
+        levels.div_(scale).mul_(TOP).nan_to_num_(0.0, 0.0, 0.0)
+        return (torch.floor(levels + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
+
+
 @dataclass(frozen=True)
 class BrokenSwitch(Levels):
     """A switch that no variant sets halves what arrives."""
@@ -1245,6 +1257,7 @@ WRONG = {
     OnlyVarianceBound: "variance",
     OneSided: "unbiased",
     NearestAmongOthers: "unbiased",
+    ScratchLevels: "workers in threads",
     BrokenSwitch: "other settings",
     PerTensor: "other settings",
 }

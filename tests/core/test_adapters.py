@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from commands import invoke
@@ -116,6 +119,73 @@ def test_random_numbers_follow_from_the_key_alone():
     sent = {bytes(codec.encode(method, x, ctx).parts[0].numpy()) for ctx in contexts}
     assert len(sent) == len(keys)
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+class Dither:
+    """Adds noise before it rounds, and subtracts other noise at the receiver."""
+
+    def compress(self, tensor, name):
+        return [(tensor + torch.rand_like(tensor)).round()], None
+
+    def decompress(self, tensors, context):
+        return tensors[0] - torch.empty_like(tensors[0]).uniform_()
+
+
+def test_threads_do_not_share_random_numbers():
+    """As simulated workers do, and a hook beside the training loop."""
+    method = grace(Dither)()
+    x = torch.linspace(-1, 1, 1000)
+    ranks = [context((1000,))._replace(key=Key(1, 0, rank)) for rank in range(8)]
+    method.decompress(method.compress(x))
+    stop = threading.Event()
+
+    def loop():
+        torch.manual_seed(3)
+        numbers = [float(torch.rand(()))]
+        while not stop.is_set():
+            numbers.append(float(torch.rand(())))
+        return numbers
+
+    def worker(ctx):
+        payload = codec.encode(method, x, ctx)
+        return payload.parts[0].numpy().tobytes(), codec.decode(method, payload, ctx).tolist()
+
+    wanted = [worker(ctx) for ctx in ranks]
+    with ThreadPoolExecutor(5) as pool:
+        training = pool.submit(loop)
+        results = list(pool.map(worker, ranks * 20))
+        stop.set()
+    assert results == wanted * 20
+    numbers = training.result()
+    expected = torch.Generator().manual_seed(3)
+    assert numbers == [float(torch.rand((), generator=expected)) for _ in numbers]
+    replicas = [ctx._replace(key=ctx.key._replace(rank=0)) for ctx in ranks]
+    payload = codec.encode(method, x, ranks[0])
+    decoded = [codec.decode(method, payload, ctx) for ctx in (*ranks, *replicas)]
+    assert all(torch.equal(one, decoded[0]) for one in decoded), "every worker decodes alike"
+
+
+class Seeds:
+    def compress(self, tensor, name):
+        torch.manual_seed(5)
+        return [tensor * torch.rand_like(tensor)], None
+
+    def decompress(self, tensors, context):
+        return tensors[0]
+
+
+class NoGenerator(Seeds):
+    def compress(self, tensor, name):
+        return [torch.native_dropout(tensor, 0.5, True)[0]], None
+
+
+@pytest.mark.parametrize(("cls", "cause"), [(Seeds, "manual_seed"), (NoGenerator, "Generator")])
+def test_numbers_that_threads_would_share_are_refused(cls, cause):
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with pytest.raises(UsageError, match=cause):
+        grace(cls)().compress(torch.ones(8))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_horovods_form():
