@@ -29,19 +29,30 @@ class Signs {
   // out = x with the signs of rotation j; x has the elements from `start` on. `out` may be x.
   void flip(const float* x, int64_t start, int64_t n, int j, float* out) {
     for (int64_t done = 0; done < n;) {
-      const uint64_t at = key_.offset + start + done, tile = at / TILE;
-      const int first = at % TILE, count = (int)std::min<int64_t>(TILE - first, n - done);
-      const int which = tile / SHARING % 2, shift = 31 - 2 * (tile % SHARING) - j;
-      if (tile / SHARING != drawn_[which]) draw_tile(key_, drawn_[which] = tile / SHARING, draws_[which]);
-      const uint32_t* draws = draws_[which] + first;
-      GC_SIMD for (int i = 0; i < count; ++i) {
-        out[done + i] = float_of(bits_of(x[done + i]) ^ (draws[i] << shift & 0x80000000u));
-      }
+      const int64_t count = std::min<int64_t>(TILE - (key_.offset + start + done) % TILE, n - done);
+      const Flipped flipped = signed_tile(x + done, start + done, j);
+      GC_SIMD for (int i = 0; i < (int)count; ++i) out[done + i] = flipped.one(i);
       done += count;
     }
   }
 
+  // out = H x with the signs of rotation j; `clean`: see `rotate`.
+  void rotate(const float* x, int64_t start, int64_t n, int j, bool clean, float* out) {
+    const bool whole = (key_.offset + start) % TILE + n <= TILE;
+    if (!whole) flip(x, start, n, j, out);
+    const auto turn = [&](auto from) { clean ? gc::rotate(from, n, out) : rotate_any(from, n, out); };
+    whole ? turn(signed_tile(x, start, j)) : turn(Plain{out});
+  }
+
  private:
+  // The elements of x, which begin at `start`, up to the end of the tile.
+  Flipped signed_tile(const float* x, int64_t start, int j) {
+    const uint64_t at = key_.offset + start, tile = at / TILE;
+    const int which = tile / SHARING % 2;
+    if (tile / SHARING != drawn_[which]) draw_tile(key_, drawn_[which] = tile / SHARING, draws_[which]);
+    return {x, draws_[which] + at % TILE, 31 - 2 * (int)(tile % SHARING) - j};
+  }
+
   static constexpr int SHARING = 4;
   GC_ALIGNED uint32_t draws_[2][TILE];  // of two tiles that follow, as a block may need both for each rotation
   uint64_t drawn_[2] = {~(uint64_t)0, ~(uint64_t)0};
@@ -221,8 +232,7 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
           double square = 0;
           for (bool clean : {false, true}) {
             for (int j = 0; j < rotations; ++j) {
-              signs.flip(j ? room.z : x + done, done, length, j, room.z);
-              (clean ? rotate : rotate_any)(room.z, length, room.z);
+              signs.rotate(j ? room.z : x + done, done, length, j, clean, room.z);
             }
             square = ordered_sum([&](int64_t i) { return (double)room.z[i] * room.z[i]; }, length, room.tiles.get());
             if (square < INFINITE) break;  // else there is NaN or infinity, maybe since an earlier rotation
@@ -289,7 +299,7 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
         }
         const bool large = scale > FLOAT_MAX / 8 / (float)(length + 1);  // sums may be beyond float32
         for (int j = rotations; j-- > 0;) {
-          (large ? rotate : rotate_any)(room.z, length, room.z);
+          large ? rotate(Plain{room.z}, length, room.z) : rotate_any(Plain{room.z}, length, room.z);
           signs.flip(room.z, start, length, j, room.z);
         }
         for (int64_t i = 0; i < length; i += TILE) {

@@ -31,7 +31,7 @@ GC_API int64_t gc_hadamard(const float* x, const int64_t* table, int64_t m, floa
   for_segments(segments, threads, [&](int64_t first, int64_t last) {
     for (int64_t s = first; s < last; ++s) {
       const int64_t start = segments.offsets[s];
-      rotate(x + start, segments.offsets[s + 1] - start, out + start);
+      rotate(Plain{x + start}, segments.offsets[s + 1] - start, out + start);
     }
   });
   return 0;
@@ -68,7 +68,7 @@ GC_API int64_t gc_hadamard_encode(const float* x, int64_t n, const int64_t* tabl
         }
         const int64_t length = segments.offsets[s + 1] - done;
         float* y = quantized + (done - base);
-        rotate(x + done, length, y);
+        rotate(Plain{x + done}, length, y);
         const float top = largest(y, length);
         quantize(y, top >= TINY ? top : float_of(0x7f800000u), length);
         if (length && done >= first * TILE) scales[s] = top >= TINY ? top : 0.0f;
@@ -116,7 +116,7 @@ GC_API int64_t gc_hadamard_decode(const uint32_t* words, const float* scales, in
         coded |= scale == 0 ? any : 0;
         i = first + end;
       }
-      rotate(out + start, stop - start, out + start);
+      rotate(Plain{out + start}, stop - start, out + start);
     }
     if (most > 2 * TOP || coded) {
 #pragma omp critical

@@ -73,14 +73,36 @@ inline int64_t levels(float* x, int64_t h, int64_t d) {
   return h;
 }
 
+// What a transform reads: `vector(i)` is elements i ... i + WIDTH - 1, `one(i)` element i, `from(i)` all from i on.
+struct Plain {
+  const float* x;
+
+  VecF vector(int64_t i) const { return load_vector<VecF>(x + i); }
+  float one(int64_t i) const { return x[i]; }
+  Plain from(int64_t i) const { return {x + i}; }
+};
+
+// The same, with the signs that bit 31 - `shift` of each draw has.
+struct Flipped {
+  const float* x;
+  const uint32_t* draws;
+  int shift;
+
+  VecF vector(int64_t i) const {
+    return (VecF)(load_vector<VecU>(x + i) ^ (load_vector<VecU>(draws + i) << shift & 0x80000000u));
+  }
+  float one(int64_t i) const { return float_of(bits_of(x[i]) ^ (draws[i] << shift & 0x80000000u)); }
+  Flipped from(int64_t i) const { return {x + i, draws + i, shift}; }
+};
+
 // The butterflies up to R WIDTH / 2 apart of the elements of x times `factor`; d is a multiple of R WIDTH.
-template <int R>
-inline void first_levels(const float* x, int64_t d, float factor, float* out) {
+template <int R, class X>
+inline void first_levels(X x, int64_t d, float factor, float* out) {
   GC_ROLLED for (int64_t i = 0; i < d; i += R * WIDTH) {
     VecF v[R];
     GC_UNROLL
     for (int r = 0; r < R; ++r) {
-      v[r] = in_vector<1>(load_vector<VecF>(x + i + r * WIDTH) * factor, std::make_integer_sequence<int, WIDTH>());
+      v[r] = in_vector<1>(x.vector(i + r * WIDTH) * factor, std::make_integer_sequence<int, WIDTH>());
     }
     between_vectors(v);
     GC_UNROLL
@@ -88,19 +110,20 @@ inline void first_levels(const float* x, int64_t d, float factor, float* out) {
   }
 }
 
-// out = the transform of the elements of x times `factor`, d a power of two. `out` may be x.
-inline void transform(const float* x, int64_t d, float factor, float* out) {
+// out = the transform of the elements of x times `factor`, d a power of two. `out` may be where x lies.
+template <class X>
+inline void transform(X x, int64_t d, float factor, float* out) {
   constexpr int R = 8;  // vectors that fit the registers
   if (d > LEAF) {
     transform(x, d / 2, factor, out);
-    transform(x + d / 2, d / 2, factor, out + d / 2);
+    transform(x.from(d / 2), d / 2, factor, out + d / 2);
     levels<2>(out, d / 2, d);
   } else if (d >= WIDTH) {
     const bool many = d >= R * WIDTH;
     many ? first_levels<R>(x, d, factor, out) : first_levels<1>(x, d, factor, out);
     levels<2>(out, levels<4>(out, levels<R>(out, many ? R * WIDTH : WIDTH, d), d), d);
   } else {
-    for (int64_t i = 0; i < d; ++i) out[i] = x[i] * factor;
+    for (int64_t i = 0; i < d; ++i) out[i] = x.one(i) * factor;
     for (int64_t h = 1; h < d; h *= 2) {
       for (int64_t start = 0; start < d; start += 2 * h) {
         for (int64_t i = start; i < start + h; ++i) {
@@ -113,18 +136,20 @@ inline void transform(const float* x, int64_t d, float factor, float* out) {
   }
 }
 
-// out = H x of one segment: the binary digits of its length from the left, the largest first. `out` may be x.
-inline void rotate_any(const float* x, int64_t n, float* out) {
+// out = H x of one segment: the binary digits of its length from the left, the largest first. `out` may be where x lies.
+template <class X>
+inline void rotate_any(X x, int64_t n, float* out) {
   for (int64_t start = 0; start < n;) {
     int64_t d = 1;
     while (2 * d <= n - start) d *= 2;
-    transform(x + start, d, (float)(1.0 / std::sqrt((double)d)), out + start);
+    transform(x.from(start), d, (float)(1.0 / std::sqrt((double)d)), out + start);
     start += d;
   }
 }
 
 // The same; NaN becomes 0, and what is beyond float32 the largest float.
-inline void rotate(const float* x, int64_t n, float* out) {
+template <class X>
+inline void rotate(X x, int64_t n, float* out) {
   rotate_any(x, n, out);
   GC_SIMD for (int64_t i = 0; i < n; ++i) {
     const float v = out[i], high = v > FLOAT_MAX ? FLOAT_MAX : v, low = high < -FLOAT_MAX ? -FLOAT_MAX : high;
