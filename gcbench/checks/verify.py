@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,11 +69,13 @@ def verify(
         start, before = time.perf_counter(), process_state()
         rows = listed(method)
         if there:
-            rows.append(compared(digests(method), there[number]))
+            with threads_kept():
+                rows.append(compared(digests(method), there[number]))
         search = searched(method, effort_for(method, first=not number), before)
         rows += search_rows(search)
         if not number:
-            rows += _memory_rows(method, carried)
+            with threads_kept():
+                rows += _memory_rows(method, carried)
             rows += against.compare(method, expected) if expected else []
         table = [{"configuration": text or "default", **row._asdict()} for row in rows]
         seconds = time.perf_counter() - start
@@ -87,11 +90,18 @@ def outcomes(method: Compressor, effort: Effort = FULL) -> list[Outcome]:
 
 def listed(method: Compressor) -> list[Outcome]:
     """Return one row per property of the list."""
+    with threads_kept():
+        return [properties.run(method, check) for check in properties.CHECKS]
+
+
+@contextmanager
+def threads_kept() -> Iterator[None]:
+    """Restore the number of threads at the end: a simulated world sets it."""
     threads = torch.get_num_threads()
     try:
-        return [properties.run(method, check) for check in properties.CHECKS]
+        yield
     finally:
-        torch.set_num_threads(threads)  # a simulated world sets it
+        torch.set_num_threads(threads)
 
 
 def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:

@@ -39,7 +39,7 @@ from wrong_methods import (
 
 from compressors.demo import dct
 from gcbench import ops
-from gcbench.checks import calls, cases, exchanges, inputs, processes, properties
+from gcbench.checks import calls, cases, exchanges, inputs, processes, properties, verify
 from gcbench.checks.adversary import Search
 from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
@@ -772,6 +772,17 @@ class ColdPower(POWER):
         return mean, state
 
 
+class NarrowPower(POWER):
+    """Adds nothing where a matrix has more than 1024 columns."""
+
+    def _rebuild(self, mean, p, q, ctx):
+        out = super()._rebuild(mean, p, q, ctx)
+        for t in self.matrices(ctx.segments):
+            if t.m > 1024:
+                out[t.place] = 0
+        return out
+
+
 class FewTensorsFed(TOPK):
     """With error feedback, tensors behind the 256th are neither sent nor carried."""
 
@@ -1236,6 +1247,7 @@ WRONG = {
     ShiftedFft: "contraction",
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
+    NarrowPower: "contraction",
     DeadPower: "contraction",
     RatioRandomK: "unbiased",
     HalfTheBits: "nominal bits",
@@ -1275,6 +1287,18 @@ def test_a_property_refuses_a_wrong_method(cls):
     outcome = properties.run(cls(), WRONG[cls])
     assert outcome.verdict == "fails"
     assert "Error" not in outcome.note, "found by what it does, and not by an exception"
+
+
+def test_a_method_is_not_blamed_for_the_number_of_threads_of_a_simulation():
+    """Also after the comparison with processes, which simulates their exchanges."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        first, *_ = verify.verify("none", {}, processes=True)
+        assert {row["verdict"] for row in first.rows} == {"holds", "not declared"}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
