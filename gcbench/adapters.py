@@ -83,8 +83,8 @@ def _with_generator(func: Any) -> Any:
     wanted = names(func)
     packet = func.overloadpacket
     for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
-        found = names(overload)
-        if "generator" in found and [x for x in found if x != "generator"] == [
+        taken = names(overload)
+        if "generator" in taken and [x for x in taken if x != "generator"] == [
             x for x in wanted if x != "generator"
         ]:
             return overload
