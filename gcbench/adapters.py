@@ -17,8 +17,8 @@ What an adapter cannot know: bytes are counted of the tensors as they are, so a 
 float32 signs sends 32 bits. A context is not sent, so receivers use that of another tensor of this
 shape; a class whose `decompress` then gives another result is refused. Memories of GRACE keep state
 in the object and are not adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory
-residual`. Random numbers of torch are seeded for each call; numbers from elsewhere would differ
-between runs.
+residual`. Random numbers of torch are seeded for each call, so a class that calls
+`torch.manual_seed` is refused; numbers from elsewhere would differ between runs.
 """
 
 from __future__ import annotations
@@ -77,16 +77,13 @@ def _with_generator(func: Any) -> Any:
         UsageError: it has none, as fused dropout on a GPU.
     """
 
-    def names(overload: Any) -> list[str]:
-        return [argument.name for argument in overload._schema.arguments]
+    def names(overload: Any) -> set[str]:
+        return {argument.name for argument in overload._schema.arguments}
 
-    wanted = names(func)
+    wanted = names(func) | {"generator"}
     packet = func.overloadpacket
     for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
-        taken = names(overload)
-        if "generator" in taken and [x for x in taken if x != "generator"] == [
-            x for x in wanted if x != "generator"
-        ]:
+        if names(overload) == wanted:
             return overload
     raise UsageError(
         f"an adapted method draws by {func}, which takes no torch.Generator: threads would share "

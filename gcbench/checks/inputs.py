@@ -263,9 +263,12 @@ def long_shapes(group: int) -> Mapping[str, Shapes]:
     return {
         "a last group of one": ((70_000 // group * group + 1,),),
         "two matrices": ((300, 450), (257, 256), (65,)),
+        "stretched matrices": STRETCHED,
     }
 
 
+STRETCHED: Shapes = ((6, 1500), (1500, 6))
+"""Matrices with more columns, or rows, than a tile has elements."""
 MANY: Shapes = ((1,),) * 33_000 + ((2,),) * 32_993 + ((5,),) * 7
 """More segments than 16 bits count."""
 FAR: Shapes = ((4200, 4130),)

@@ -67,8 +67,6 @@ EARLIER = {"zero": 0.0, "tiny": 2.0**-100, "huge": 2.0**100}
 """Scales of the gradients of an earlier step."""
 SHAPES = ((3, 5), (0,), (1,), (), (40, 33), (7,), (2, 3, 3, 3), (1030,), (0, 4))
 """Shapes of a test bucket: empty, of one element, a scalar, matrices, a kernel, vectors."""
-STRETCHED = [(6, 1500)], [(1500, 6)]
-"""Matrices with more columns, or rows, than a tile has elements."""
 
 
 def independent(method: Compressor) -> Measurement:
@@ -476,8 +474,10 @@ def contraction(method: Compressor) -> Measurement:
     probe = calls.segments_of(method, [(2000,)])
     random = calls.is_random(method, inputs.normal(2000), probe)
     keys = [Key(7, step, 0) for step in range(48 if random else 1)]
-    matrices = STRETCHED if isinstance(method, MultiRoundCompressor) else ()
-    for shapes in ([(2000,)], [(40, 50)], list(SHAPES), *matrices):
+    shapes_of: list[inputs.Shapes] = [((2000,),), ((40, 50),), SHAPES]
+    if isinstance(method, MultiRoundCompressor):
+        shapes_of += [(shape,) for shape in inputs.STRETCHED]
+    for shapes in shapes_of:
         segments = calls.segments_of(method, shapes)
         for name, x in inputs.probes(segments.numel):
             size = oracle.energy(x)

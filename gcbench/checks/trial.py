@@ -14,9 +14,10 @@ from gcbench.checks import inputs, oracle
 from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case
 from gcbench.checks.oracle import FaultError, Profile, raw, same_bits
-from gcbench.core import purposes
+from gcbench.core import codec, purposes
 from gcbench.core.compressor import (
     TILE,
+    Context,
     MultiRoundCompressor,
     Payload,
     Segments,
@@ -528,6 +529,8 @@ class RoundsTrial:
         same_bits("in_rounds", state, final, "with a clean output buffer the state")
         if n < 2000:
             self._equal(self.xs[0])
+        if n < 20_000:
+            self._decoded(self.xs[0])
         average = torch.stack([x.double() for x in self.xs]).mean(0).float()
         errors = [oracle.error_energy(average, mean)]
         if self.method.claims.contractive:
@@ -541,6 +544,17 @@ class RoundsTrial:
         (single, _), (mean, _) = (self._step([x] * count, 0xFF) for count in (1, 4))
         room = 1e-5 * single.double().abs() + 2.0**-140
         oracle.near("in_rounds", mean, single, room, "with one worker of the same gradient it")
+
+    def _decoded(self, x: Tensor) -> None:
+        """One worker applies what its payload is decoded to."""
+        key = self.case.key()
+        key = key._replace(step=(key.step + 1) % 2**32)
+        state = self.calls.initial_state(self.segments, self.case.key())
+        ctx = Context(self.segments, state, key, lr=self.case.lr)
+        decoded = codec.decode(self.method, codec.encode(self.method, x, ctx), ctx)
+        single, _ = self._step([x], 0xFF)
+        room = 1e-5 * single.double().abs() + 2.0**-140
+        oracle.near("decode", decoded, single, room, "the mean of a step with one worker")
 
     def _later(self, x: Tensor) -> None:
         """Hold the error to ||x||^2 also after a step with zero, tiny or huge gradients."""

@@ -859,6 +859,17 @@ class PeriodicRounds(POWER):
         return (mean * 2 if ctx.key.step % 331 == 200 else mean), final
 
 
+class NarrowRounds(POWER):
+    """Nothing is applied where a matrix has more than 1024 columns, though it is decoded."""
+
+    def in_rounds(self, x, state, ctx):
+        mean, final = yield from super().in_rounds(x, state, ctx)
+        for t in self.matrices(ctx.segments):
+            if t.m > 1024:
+                mean[t.place] = 0
+        return mean, final
+
+
 class CyclicDraws(RANDOMK):
     """The positions repeat every 100 steps."""
 
@@ -1121,6 +1132,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         *(LongMean, VeryLongMean, LongMerge, LongSum),
         *(CrowdedMean, CrowdedSegments, CrowdedVote, CrowdedSum),
     ),
+    "wide matrices": (NarrowRounds,),
     "long tensors": (LongFeedback, LongOut, LongLastOfOne, LongZeroGradient, LongNan, LongPeriod),
     "many workers": (SixteenWorkers, FifteenPayloads, ShortTotals),
     "many shards": (ManyShards, LateShard, CrowdedShards),
