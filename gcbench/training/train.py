@@ -124,7 +124,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         self.config, self.world, self.run, self.options = config, world, run, options
-        self.observer: progress.Observer = progress.Silent()
+        self.observer: progress.Observer = progress.Observer()
         self.sinks: sinks.Sinks | None = None
         ops.use(config.backend)
         self.device = world.device
