@@ -158,11 +158,7 @@ def _users_files(kind: str, base: type) -> dict[str, Entry]:
 
 
 class _UsersFile(SourceFileLoader):
-    """Executes a user's file and stores the executed source.
-
-    It ignores .pyc files: they are keyed by size and mtime in seconds, and a quick edit can change
-    neither.
-    """
+    """Executes and stores a user's source; .pyc files, keyed by size and seconds, may be stale."""
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__(name, path)
@@ -400,13 +396,7 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _typed(what: str, cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is not a number.
-
-    `what`: the name of the object, for errors.
-
-    Raises:
-        UsageError: a value cannot be converted to its field's type.
-    """
+    """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is an error."""
     from pydantic import ValidationError
     from pydantic.errors import PydanticUserError
 

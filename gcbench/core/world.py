@@ -429,10 +429,7 @@ class DistributedWorld(World):
         return total
 
     def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        """All-reduce as reduce-scatter and all-gather; a shard's owner adds in rank order.
-
-        It moves as many bytes as a ring all-reduce; gloo's order of additions depends on N.
-        """
+        """Sum in rank order, unlike gloo, by reduce-scatter and all-gather, with a ring's bytes."""
         flat = tensor.reshape(-1)
         sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
         share = sizes[self.ranks[0]]

@@ -175,11 +175,7 @@ class Config(Settings):
         return self
 
     def _fits_local_steps(self) -> None:
-        """Refuse settings that are incompatible with local steps.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Refuse settings that are incompatible with local steps."""
         reasons = {
             "rebroadcast_every": "inside a round the workers' parameters differ",
         }
@@ -199,11 +195,7 @@ class Config(Settings):
             )
 
     def _fits_ddp(self) -> None:
-        """Refuse settings that DistributedDataParallel, or the hook, does not support.
-
-        Raises:
-            ValueError: with the reason, or with the engine that supports it.
-        """
+        """Refuse settings that DistributedDataParallel, or the hook, does not support."""
         if self.workers < 2:
             raise ValueError("engine ddp with one worker has nothing to exchange: use --workers 2")
         if self.on_nonfinite == "skip":
@@ -335,11 +327,7 @@ OUTER = ("outer_lr", "outer_momentum", "outer_nesterov", "fragments", "blend")
 def _check_local_steps(
     method: Compressor, name: str, carried: Memory, settings: Mapping[str, Any]
 ) -> None:
-    """Refuse, with local steps, a memory or method that works for gradients only.
-
-    Raises:
-        UsageError: with what to use instead.
-    """
+    """Refuse, with local steps, a memory or method that works for gradients only."""
     if carried.has_momentum:
         raise UsageError(
             f"memory {name!r} applies a momentum to gradients, and local_steps exchange "
@@ -356,11 +344,7 @@ def _check_local_steps(
 def _leave_momentum_to_memory(
     name: str, values: dict[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Set the optimizer's momentum in `values` to 0, because the memory `name` applies one.
-
-    Raises:
-        UsageError: the user gave a momentum, or the optimizer is not SGD.
-    """
+    """Set the optimizer's momentum to 0, because the memory `name` applies one."""
     if settings.get("momentum"):
         raise UsageError(
             f"momentum {settings['momentum']} with memory {name!r}, which applies one: leave "
@@ -379,13 +363,7 @@ def _leave_momentum_to_memory(
 def _leave_update_to_rule(
     method: Compressor, values: dict[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Set the optimizer in `values` to plain SGD, which applies the update rule's direction.
-
-    With local steps that is the outer optimizer.
-
-    Raises:
-        UsageError: the user gave another optimizer, or a momentum.
-    """
+    """Set the (outer) optimizer to plain SGD, which applies the update rule's direction."""
     local = bool(values.get("local_steps"))
     keys = ("outer_momentum", "outer_nesterov") if local else ("momentum", "nesterov")
     wrong = [f"{key} {settings[key]}" for key in keys if settings.get(key)]

@@ -161,10 +161,7 @@ def _store(member: Rank, timeout: timedelta) -> Store:
 
 
 def _require_agent(member: Rank) -> None:
-    """Raise PeerLostError if torchrun's agent, which hosts the store, has ended.
-
-    Otherwise torch would try to connect until the timeout.
-    """
+    """Raise PeerLostError if torchrun's agent has ended: torch would try until the timeout."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

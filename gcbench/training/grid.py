@@ -116,11 +116,7 @@ def _size(*settings: Mapping[str, Any]) -> int:
 
 
 def _memory(point: Mapping[str, Any]) -> str:
-    """Return the memory of one point of the grid: the one it sets, or its method's default.
-
-    Raises:
-        UsageError: an unknown memory.
-    """
+    """Return the memory of one point of the grid: the one it sets, or its method's default."""
     name = point.get("memory")
     if name in (None, "auto"):
         name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
@@ -225,11 +221,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
 
 
 def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]:
-    """Return the names and fields of the compressors of a grid, by their specs.
-
-    Raises:
-        UsageError: a field is also in `options`.
-    """
+    """Return the names and fields of the compressors of a grid, by their specs."""
     if "compressor" not in settings:
         return {}
     specs = settings["compressor"] = [

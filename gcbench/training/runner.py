@@ -91,10 +91,7 @@ class Runner:
         self.work(each(configs), len(configs), json=json)
 
     def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
-        """Return the rows of runs to skip, with their files, by config hash.
-
-        If two rows have the same config, the first counts.
-        """
+        """Return the rows of runs to skip, with their files, by config hash; the first counts."""
         stored: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
@@ -214,11 +211,7 @@ class Runner:
             raise failures[0]
 
     def _in_environment(self, config: Config) -> Config:
-        """Return the config with engine torchrun under torchrun, unless its engine is ddp.
-
-        Raises:
-            UsageError: engine torchrun was requested, but torchrun did not start this process.
-        """
+        """Return the config with engine torchrun under torchrun, unless its engine is ddp."""
         if not rank.by_torchrun():
             if config.engine == "torchrun":
                 raise UsageError(

@@ -360,11 +360,7 @@ class Trainer:
     # -- faults ------------------------------------------------------------------------------------
 
     def _all_finite(self, buckets: list[Tensor], what: str = "gradient") -> bool:
-        """Return whether all local buckets are finite, or with on_nonfinite=skip all workers'.
-
-        Raises:
-            DivergedError: a bucket is not finite, and on_nonfinite=stop.
-        """
+        """Return whether all buckets are finite, with on_nonfinite=skip those of all workers."""
         bad = [not all_finite(bucket) for bucket in buckets]
         if self.config.on_nonfinite == "skip":
             flags = [torch.tensor([float(b)], device=self.device) for b in bad]
@@ -383,13 +379,7 @@ class Trainer:
     def _check_mean(
         self, mean: Tensor, buckets: Sequence[Tensor], which: slice = slice(None)
     ) -> None:
-        """Check that the mean of finite gradients of moderate magnitude is finite.
-
-        `which`: the range of their parameters.
-
-        Raises:
-            DivergedError: it is not; the message names the method and the layer.
-        """
+        """Raise DivergedError if the mean of finite, moderate gradients is not finite."""
         if all_finite(mean):
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
@@ -404,11 +394,7 @@ class Trainer:
         )
 
     def _check_replicas(self, digest: Callable[[], str]) -> None:
-        """Compare the parameters of all processes by `digest`, a function of them.
-
-        Raises:
-            GcbenchError: they differ; the message names the workers in the minority.
-        """
+        """Compare a digest of the parameters of all processes; GcbenchError names the minority."""
         digests = self.world.collect([digest()] * len(self.world.ranks))
         if len(set(digests)) > 1:
             most = max(digests, key=digests.count)  # a tie goes to the lowest rank
@@ -500,10 +486,7 @@ class Trainer:
                 parameter.grad = None
 
     def _apply(self, mean: Tensor) -> None:
-        """Update the parameters with this step's mean.
-
-        With a delay, use the mean of the previous step, and after the last step both.
-        """
+        """Apply this step's mean; with a delay the previous one, and after the last step both."""
         due = [mean]
         if self.config.delay:
             last = self.step == self.config.steps - 1
@@ -649,10 +632,7 @@ class Trainer:
         return self.world.collect([result] * len(self.world.ranks))[0]
 
     def _pause(self, since_saved: float, asked: bool) -> str:
-        """Return "save", "stop" or "" as worker 0 decides, the same on every worker.
-
-        `since_saved`: seconds since the last checkpoint; `asked`: whether the user interrupted.
-        """
+        """Return "save", "stop" or "" as worker 0 decides, the same on every worker."""
         if len(self.world.ranks) < self.world.size and self.step % AGREE_EVERY:
             return ""
         late = since_saved > self.options.checkpoint_seconds

@@ -373,12 +373,7 @@ class Suite(BaseModel):
         published: Published | None,
         changed: Mapping[str, Any],
     ) -> Iterator[Point]:
-        """Yield the points of an entry: a group of alternatives per config of its grid.
-
-        Raises:
-            UsageError: the settings are invalid, or no point of a group is as published.
-            ValueError: the factors are unknown, or cannot be combined.
-        """
+        """Yield the points of an entry: a group of alternatives per config of its grid."""
         rate = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
 
         def expand(settings: Mapping[str, Any]) -> list[Config]:
@@ -410,11 +405,7 @@ class Suite(BaseModel):
                 yield replace(point, group=name, as_published=point.identity == name)
 
     def _chosen_elsewhere(self, other: Suite, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
-        """Yield the runs of each entry, with all alternatives of the other suite's group.
-
-        Raises:
-            UsageError: an entry does not select exactly one group of the other suite.
-        """
+        """Yield the runs of each entry, with all alternatives of the other suite's group."""
         assert other.tune is not None, "the suite of settings_from tunes"
         theirs = other.points()
         seed = theirs[0].config.seed
@@ -442,11 +433,7 @@ class Suite(BaseModel):
             yield cell
 
     def _tune(self, number: int, entry: Entry) -> Tune | None:
-        """Return the rule for an entry's learning rate, with the entry's `start`.
-
-        Raises:
-            UsageError: the entry also sets a rate, or its `start` is invalid for the rule.
-        """
+        """Return the rule for an entry's learning rate, with the entry's `start`."""
         if not entry.tuned:
             return None
         if self.tune is None or entry.start is None:
@@ -493,10 +480,7 @@ class Suite(BaseModel):
 
 
 def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[str, float]]:
-    """Yield the trials of a group of alternatives and receive their summaries.
-
-    Return the rates of the points to run, by identity.
-    """
+    """Yield the trials of a group, receive their summaries; return the rates, by identity."""
     tried: list[dict[Trial, float]] = [{} for _ in group]
     while True:
         decision = decide(group, tried)

@@ -188,10 +188,7 @@ class Tune(BaseModel):
         return Choice(best, None, best in (rungs[0], rungs[-1]))
 
     def _beyond(self, best: float, rungs: Sequence[float]) -> float | None:
-        """Return the next rate if the best of the tried rates is at their edge.
-
-        `rungs`: the tried rates in order. None if it is not, or at the end of ladder or `extend`.
-        """
+        """Return the next rate if the best of the tried rates, in order, is at their edge."""
         if best not in (rungs[0], rungs[-1]) or len(rungs) >= len(self.start) + self.extend:
             return None
         place = self.ladder.index(best) + (-1 if best == rungs[0] else 1)
