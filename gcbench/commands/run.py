@@ -172,7 +172,11 @@ def run(
         for name in () if force else chosen.shares:
             _say_shared(runner_, chosen, name, options)
     if chosen is None or not chosen.tunes:
-        configs = grid.expand(options, config) if chosen is None else chosen.configs(options)
+        configs = (
+            grid.expand(options, config)
+            if chosen is None
+            else [point.config for point in chosen.points(options)]
+        )
         names = {*options, *(grid.read(config) if config else ())}
         for sentence in grid.without_effect(names, configs) if rank.leads() else ():
             say(f"note: {sentence}")

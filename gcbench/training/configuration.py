@@ -176,12 +176,11 @@ class Config(Settings):
 
     def _fits_local_steps(self) -> None:
         """Refuse settings that are incompatible with local steps."""
-        reasons = {
-            "rebroadcast_every": "inside a round the workers' parameters differ",
-        }
-        for key, reason in reasons.items():
-            if getattr(self, key):
-                raise ValueError(f"{key} with local_steps: {reason}; leave one of them out")
+        if self.rebroadcast_every:
+            raise ValueError(
+                "rebroadcast_every with local_steps: inside a round the workers' parameters "
+                "differ; leave one of them out"
+            )
         self.rounds.check("local_steps")
         if self.gradients == "batched":
             raise ValueError(

@@ -44,10 +44,8 @@ from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
 from gcbench.training import captures, configuration, preflight, sinks
-from gcbench.training.adversaries import attack
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
-from gcbench.training.evaluation import evaluate
 from gcbench.training.examples import Batches, hold_out
 from gcbench.training.store import Run
 from gcbench.training.updates import (
@@ -69,6 +67,8 @@ MODERATE = 2.0**100
 """Sums of gradients below this do not overflow for any number of workers."""
 CHECK_EVERY = 50
 """Steps between comparisons of the replicas of several processes."""
+MISFITS = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Errors of restoring a checkpoint of another run."""
 
 
 @dataclass
@@ -88,6 +88,19 @@ class Options:
     """Threads per worker of the original run, for a resumed run; None: those of the config."""
     after: int = 0
     """The total steps of the following runs, to estimate the remaining time."""
+
+
+def attack(gradient: Tensor, kind: str, key: Key) -> None:
+    """Replace what a worker sends, float32, shape (n,), by an attack, in place.
+
+    flip: -x; random: each x_j times a number uniform on [-1, 1), addressed by `key`; scale: -100 x.
+    All are blind multiplicative adversaries (Bernstein et al., ICLR 2019, arXiv:1810.05291,
+    definition 1): factors do not depend on the gradients.
+    """
+    if kind == "random":
+        gradient *= ops.random.uniform(key, gradient.numel(), gradient.device).mul_(2).sub_(1)
+    else:
+        gradient *= -100.0 if kind == "scale" else -1.0
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
@@ -239,18 +252,12 @@ class Trainer:
 
     def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         config = self.config
-        update = config.decay == "update"
-        groups = [
-            {
-                "params": [p for p, on in zip(parameters, self.decayed, strict=True) if on],
-                "weight_decay": config.weight_decay if update else 0.0,
-            },
-            {
-                "params": [p for p, on in zip(parameters, self.decayed, strict=True) if not on],
-                "weight_decay": 0.0,
-            },
-        ]
-        groups = [group for group in groups if group["params"]]
+        rate = config.weight_decay if config.decay == "update" else 0.0
+        groups = []
+        for decayed in (True, False):
+            chosen = [p for p, on in zip(parameters, self.decayed, strict=True) if on == decayed]
+            if chosen:
+                groups.append({"params": chosen, "weight_decay": rate if decayed else 0.0})
         if config.optimizer in ("adam", "adamw"):
             adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
             return adam(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -528,14 +535,32 @@ class Trainer:
         return results
 
     def _evaluate_split(self, split: Split, name: str) -> dict[str, float | None]:
-        """Return the metrics of `evaluation.evaluate` at the common or averaged parameters."""
+        """Return the split's accuracy (None if the task has none), loss and further metrics."""
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.average.values or self.local:
             values = self.average.values or [parameter.detach() for parameter in self.parameters]
             by_name = dict(zip(self.names, values, strict=True))
             for parameter_name, parameter in model.named_parameters():
                 parameter.data = by_name[parameter_name]
-        return evaluate(self.task, model, split, name, self.device)
+        task, size, count = self.task, self.task.evaluation_batch, len(split)
+        right, loss, has_accuracy = 0, 0.0, True
+        further: dict[str, float] = {}
+        with torch.no_grad():
+            for start in range(0, count, size):
+                indices = torch.arange(start, min(start + size, count), device=self.device)
+                inputs, targets = task.batch(split, indices, None)
+                outputs = model(inputs)
+                loss += float(task.loss(outputs, targets)) * len(indices)
+                correct = task.correct(outputs, targets)
+                has_accuracy = has_accuracy and correct is not None
+                right += int(correct.sum()) if correct is not None else 0
+                for metric, each in task.metrics(outputs, targets).items():
+                    further[metric] = further.get(metric, 0.0) + float(each.sum())
+        return {
+            f"{name}_accuracy": right / count if has_accuracy else None,
+            f"{name}_loss": or_none(loss / count),
+            **{f"{name}_{metric}": or_none(total / count) for metric, total in further.items()},
+        }
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -616,7 +641,8 @@ class Trainer:
                 self._check_replicas(self._checksum)
             if done or (config.eval_every and self.step % config.eval_every == 0):
                 self._check_replicas(self.parameter_hash)
-                last_eval = self._evaluate_once(last=done)
+                mine = self.evaluate(last=done) if self.leads else {}
+                last_eval = self.world.collect([mine] * len(self.world.ranks))[0]
                 self._record("eval", last_eval)
             pause = "" if done else self._pause(time.monotonic() - saved, stop())
             if pause:
@@ -625,11 +651,6 @@ class Trainer:
             if pause == "stop":
                 raise Interrupted(f"stopped after step {self.step} of {config.steps}")
         return last_eval
-
-    def _evaluate_once(self, *, last: bool) -> dict[str, float | None]:
-        """Evaluate in the process of worker 0, and return the result in all processes."""
-        result = self.evaluate(last=last) if self.leads else {}
-        return self.world.collect([result] * len(self.world.ranks))[0]
 
     def _pause(self, since_saved: float, asked: bool) -> str:
         """Return "save", "stop" or "" as worker 0 decides, the same on every worker."""
@@ -679,9 +700,7 @@ class Trainer:
             return
         try:
             self._restore(state)
-        except (
-            *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, UsageError),
-        ) as error:
+        except (*MISFITS, UsageError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise GcbenchError(
                 f"{self.run.folder}/checkpoint.pt does not match this run "

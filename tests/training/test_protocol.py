@@ -351,7 +351,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(suite_path, tmp_path):
     suite = suites.load(str(suite_path))
     beside = suite_match.beside(suite, load([file]))
     for point in suite.points({"seed": [0]}):
-        lr = point.choose(beside.tried[point.identity]).lr
+        lr = point.tune.choose(beside.tried[point.identity], point.config.steps).lr
         mine = [o for o in trials if o["compressor_name"] == point.config.compressor]
         best = max(mine, key=lambda o: (o["validation_accuracy"], -o["config"]["lr"]))
         assert best["config"]["lr"] == lr

@@ -543,7 +543,7 @@ def test_a_suite_is_for_the_runner_a_list_of_configs(local, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(Runner, "all", lambda self, configs, json: seen.append(list(configs)))
     invoke("run", "--suite", local, "--results", local.parent)
-    assert seen == [suites.load(str(local)).configs({})]
+    assert seen == [[point.config for point in suites.load(str(local)).points()]]
     assert all("suite" not in config.model_dump() for config in seen[0])
 
 

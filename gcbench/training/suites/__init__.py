@@ -39,7 +39,7 @@ from gcbench.results.suites import FOLDER
 from gcbench.results.suites import names as names
 from gcbench.training import grid
 from gcbench.training.configuration import Config
-from gcbench.training.suites.tuning import Choice, Decision, Trial, Tune, decide_among, quality
+from gcbench.training.suites.tuning import Trial, Tune, decide_among, quality
 
 ROWS = Path("results/reference")
 """Folder of the committed rows of suites, NAME.parquet."""
@@ -115,15 +115,6 @@ class Point:
         """Return the run of a trial."""
         assert self.tune is not None, "a point without a rule has no trials"
         return self.tune.trial(self.config, trial)
-
-    def choose(self, tried: Mapping[Trial, float]) -> Choice:
-        """Return the chosen rate or the next trial, given the results of earlier trials."""
-        assert self.tune is not None, "a point without a rule has no trials"
-        return self.tune.choose(tried, self.config.steps)
-
-    def with_rate(self, lr: float) -> Config:
-        """Return the run with the chosen learning rate."""
-        return self.config.model_copy(update={"lr": lr})
 
 
 class Entry(BaseModel):
@@ -272,10 +263,6 @@ class Suite(BaseModel):
     def _expanded(self, changed: Mapping[str, Any]) -> list[Point]:
         return [point for cell in self._cells(changed) for point in cell]
 
-    def configs(self, settings: Mapping[str, Any]) -> list[Config]:
-        """Return the configs of `points`, for a suite that does not choose learning rates."""
-        return [point.config for point in self.points(settings)]
-
     def runs(self, settings: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
         """Yield the configs to run, seed by seed; the generator receives the summary of each.
 
@@ -293,7 +280,7 @@ class Suite(BaseModel):
             if point.tune is None:
                 yield point.config
             elif point.identity in rates:
-                yield point.with_rate(rates[point.identity])
+                yield point.config.model_copy(update={"lr": rates[point.identity]})
 
     def label(self) -> str:
         """Return name/version, the label of the rows of this version."""
@@ -481,9 +468,11 @@ class Suite(BaseModel):
 
 def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[str, float]]:
     """Yield the trials of a group, receive their summaries; return the rates, by identity."""
+    rules = [point.tune for point in group if point.tune is not None]
+    assert len(rules) == len(group) > 0, "the points of a group are tuned"
     tried: list[dict[Trial, float]] = [{} for _ in group]
     while True:
-        decision = decide(group, tried)
+        decision = decide_among(rules, tried, group[0].config.steps)
         if decision.trial is None:
             return {
                 point.identity: rate
@@ -492,13 +481,6 @@ def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[
             }
         number, trial = decision.trial
         tried[number][trial] = quality((yield group[number].trial(trial)))
-
-
-def decide(group: Sequence[Point], tried: Sequence[Mapping[Trial, float]]) -> Decision:
-    """Return the chosen alternative of a group, given the trials of each, or the next trial."""
-    rules = [point.tune for point in group if point.tune is not None]
-    assert len(rules) == len(group) > 0, "the points of a group are tuned"
-    return decide_among(rules, tried, group[0].config.steps)
 
 
 def _as_given(config: Mapping[str, Any]) -> dict[str, Any]:

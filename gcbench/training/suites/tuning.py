@@ -106,12 +106,8 @@ class Tune(BaseModel):
                 raise ValueError(str(unknown("factor", name, self.factors)))
         combinations = []
         for values in itertools.product(*(self.factors[name] for name in names)):
-            both = {
-                key
-                for one, other in itertools.combinations(values, 2)
-                for key in one
-                if key in other
-            }
+            pairs = itertools.combinations(values, 2)
+            both = {key for one, other in pairs for key in one.keys() & other.keys()}
             if both - {"options", "memory_options", "start"}:
                 raise ValueError(f"factors {', '.join(names)}: both set {', '.join(sorted(both))}")
             merged: dict[str, Any] = {}
