@@ -73,7 +73,7 @@ class Payload(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all parts, the number that traffic counts."""
-        return sum(part.numel() * part.element_size() for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def layout(self) -> Layout:

@@ -108,10 +108,6 @@ class Traffic:
     wire: float = 0.0
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class World(ABC):
     """N workers; `traffic` has one entry per worker of this process."""
 
@@ -142,7 +138,7 @@ class World(ABC):
         On the CPU every engine adds floats in rank order, so all engines compute the same bits;
         integer sums and maxima do not depend on the order.
         """
-        sizes = [_nbytes(tensor) for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
         wire = [2 * (self.size - 1) / self.size * size for size in sizes]
         self._count(sizes, sizes, wire)
         self._model(2 * (self.size - 1), wire)
@@ -162,7 +158,7 @@ class World(ABC):
         buffer of sufficient size. A simulation ignores it and returns the workers' tensors.
         """
         down = sum(sizes) * tensors[0].element_size()
-        counts = [_nbytes(tensor) for tensor in tensors]
+        counts = [tensor.nbytes for tensor in tensors]
         wire = [float((self.size - 1) * size) for size in counts]
         self._count([0] * len(counts) if aggregated else counts, [down] * len(counts), wire)
         self._model(self.size - 1, wire)
@@ -181,7 +177,7 @@ class World(ABC):
         `splits[i][r]`: the number of elements that local worker i sends to rank r; `sizes[i][r]`:
         the number that it receives from rank r. `out`: as for `all_gather`.
         """
-        up = [_nbytes(tensor) for tensor in tensors]
+        up = [tensor.nbytes for tensor in tensors]
         wire = [
             float(total - split[rank] * tensor.element_size())
             for rank, split, tensor, total in zip(self.ranks, splits, tensors, up, strict=True)
@@ -198,7 +194,7 @@ class World(ABC):
         The last rank sends to rank 0. `sizes[i]`: the number of elements that local worker i
         receives. `out`: as for `all_gather`.
         """
-        counts = [_nbytes(tensor) for tensor in tensors]
+        counts = [tensor.nbytes for tensor in tensors]
         wire = [float(count) for count in counts]
         self._count(counts, [0] * len(counts), wire)
         self._model(1, wire)
@@ -206,7 +202,7 @@ class World(ABC):
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return worker 0's tensor on every worker; each worker forwards it to the next."""
-        size = _nbytes(tensor)
+        size = tensor.nbytes
         up = [size if rank == 0 else 0 for rank in self.ranks]
         wire = [size * (self.size - 1) / self.size] * len(up)
         self._count(up, [size] * len(up), wire)

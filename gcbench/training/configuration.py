@@ -91,7 +91,6 @@ class Config(Settings):
         values["memory_options"] = {key: getattr(chosen, key) for key in memory_options}
         for method in stages.values():
             memory.check_masking(str(memory_name), chosen, method)
-        for method in stages.values():
             rule.check_legal(method.rule, chosen, values.get("start_step") or 0, method)
         if values.get("local_steps"):
             _check_local_steps(stages[max(stages)], str(memory_name), chosen, settings)
@@ -472,9 +471,8 @@ def versions() -> dict[str, str]:
             result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return result | {
-        "torch": torch.__version__
-    }  # with the CUDA version, which package metadata may lack
+    # With the CUDA version, which package metadata may lack.
+    return result | {"torch": torch.__version__}
 
 
 def machine() -> dict[str, Any]:
