@@ -198,7 +198,16 @@ class World(ABC):
         wire = [float(count) for count in counts]
         self._count(counts, [0] * len(counts), wire)
         self._model(1, wire)
-        return self._shift(tensors, sizes, out)
+        numels = [tensor.numel() for tensor in tensors]
+        splits = [self._only(rank + 1, n) for rank, n in zip(self.ranks, numels, strict=True)]
+        arriving = [self._only(rank - 1, n) for rank, n in zip(self.ranks, sizes, strict=True)]
+        # NCCL runs both directions at once only inside a collective.
+        rows = self._all_to_all(tensors, splits, arriving, out)
+        return [row[(rank - 1) % self.size] for rank, row in zip(self.ranks, rows, strict=True)]
+
+    def _only(self, rank: int, count: int) -> list[int]:
+        """Return the numbers of elements for all ranks: `count` for this one, modulo the size."""
+        return [count * (other == rank % self.size) for other in range(self.size)]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return worker 0's tensor on every worker; each worker forwards it to the next."""
@@ -228,11 +237,6 @@ class World(ABC):
         sizes: Sequence[Sequence[int]],
         out: Tensor | None,
     ) -> list[list[Tensor]]: ...
-
-    @abstractmethod
-    def _shift(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
-    ) -> list[Tensor]: ...
 
     @abstractmethod
     def map(self, call: Callable[[int], T]) -> list[T]:
@@ -314,11 +318,6 @@ class SimulatedWorld(World):
             torch.split(tensor, list(split)) for tensor, split in zip(tensors, splits, strict=True)
         ]
         return [list(column) for column in zip(*rows, strict=True)]
-
-    def _shift(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
-    ) -> list[Tensor]:
-        return [tensors[-1], *tensors[:-1]]
 
 
 class DistributedWorld(World):
@@ -496,18 +495,6 @@ class DistributedWorld(World):
             for work in works:
                 if work is not None:  # of another group
                     work.wait()
-
-    def _shift(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
-    ) -> list[Tensor]:
-        tensor, size, rank = tensors[0].contiguous(), sizes[0], self.ranks[0]
-        out = tensor.new_empty(size) if out is None else out[:size]
-        after, before = (rank + 1) % self.size, (rank - 1) % self.size
-        sent = [tensor.numel() * (other == after) for other in range(self.size)]
-        received = [size * (other == before) for other in range(self.size)]
-        # NCCL runs both directions at once only inside a collective.
-        self._all_to_all([tensor], [sent], [received], out)
-        return [out]
 
 
 def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:

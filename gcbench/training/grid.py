@@ -183,11 +183,8 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     limits.check_grid(_size(settings, *nested.values()))
     points: list[tuple[Fields, Fields]] = []  # with the fields in the compressor's spec
     for point in _product(settings):
-        if methods:
-            name, fields = methods[point["compressor"]]
-            points.append(({**point, "compressor": name}, fields))
-        else:
-            points.append((point, {}))
+        name, fields = methods[point["compressor"]] if methods else ("", {})
+        points.append(({**point, "compressor": name} if methods else point, fields))
     for key, fields in nested.items():
         _check_owned(key, fields, dict(_owner(key, point) for point, _ in points))
     configs: dict[str, Config] = {}

@@ -24,7 +24,6 @@ from gcbench.results import rows
 from gcbench.results.reader import load
 from gcbench.training import configuration, resume, suites
 from gcbench.training.configuration import Config
-from gcbench.training.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -537,14 +536,6 @@ def test_the_report_has_a_section_of_a_suite(tmp_path):
     assert "99.22" in text
     invoke("report", stored, "--output", page)
     assert "99.22" not in page.read_text()
-
-
-def test_a_suite_is_for_the_runner_a_list_of_configs(local, monkeypatch):
-    seen: list[Any] = []
-    monkeypatch.setattr(Runner, "all", lambda self, configs, json: seen.append(list(configs)))
-    invoke("run", "--suite", local, "--results", local.parent)
-    assert seen == [[point.config for point in suites.load(str(local)).points()]]
-    assert all("suite" not in config.model_dump() for config in seen[0])
 
 
 # ---- the controls --------------------------------------------------------------------------------
