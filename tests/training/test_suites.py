@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import summary_of
 from commands import ROOT, invoke
 from test_config import parse
 
@@ -59,19 +60,7 @@ def local(tmp_path: Path) -> Path:
 
 def row(config: Config, accuracy: float | None = 0.8, **over: Any) -> dict[str, Any]:
     """Return the summary that a run of this config would have."""
-    selected = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
-    return {
-        "schema": 1,
-        **{key: getattr(config, key) for key in selected},
-        "compressor": repr(config.make_compressor()),
-        "compressor_name": config.compressor,
-        "test_accuracy": accuracy,
-        "payload_bytes_up": 1000,
-        "payload_bytes_down": 1000,
-        "wire_bytes": {"per_worker": 2000},
-        "config": config.model_dump(mode="json"),
-        **over,
-    }
+    return summary_of(config, test_accuracy=accuracy, **over)
 
 
 def rows_of(path: Path, *result: dict[str, Any]) -> Path:
