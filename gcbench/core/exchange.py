@@ -1216,8 +1216,8 @@ class Exchange:
             width = [[len(rows[0]) // world.size] * world.size] * len(rows)
             return [header for row in world.all_to_all(rows, width, width) for header in row]
 
-        known = [declared[rank] for rank in world.ranks for _ in range(world.size)]
-        flat = _agreed(known, sent[0][0], headers)
+        expected = [declared[rank] for rank in world.ranks for _ in range(world.size)]
+        flat = _agreed(expected, sent[0][0], headers)
         layouts = [flat[i : i + world.size] for i in range(0, len(flat), world.size)]
         splits = [[shard.nbytes for shard in row] for row in sent]
         contributions = [
