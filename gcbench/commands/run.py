@@ -136,6 +136,7 @@ def run(
 
     Finished runs are skipped, interrupted ones are resumed.
     """
+    from gcbench.core import settings_file
     from gcbench.report import listings
     from gcbench.training import captures, grid, rank, runner, sinks, suites
 
@@ -177,7 +178,7 @@ def run(
             if chosen is None
             else [point.config for point in chosen.points(options)]
         )
-        names = {*options, *(grid.read(config) if config else ())}
+        names = {*options, *(settings_file.read(config) if config else ())}
         for sentence in grid.without_effect(names, configs) if rank.leads() else ():
             say(f"note: {sentence}")
         runner_.all(configs, json=json)

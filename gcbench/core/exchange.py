@@ -346,20 +346,20 @@ class Exchange:
     ) -> None:
         """`owns_shards`: whether owners may keep residuals; False if `lane_shards` is used."""
         self.world, self.seed, self.clock = world, seed, clock
-        self.lanes: tuple[Lane, ...] = ()
-        self.parts: list[Sequence[slice]] = []
+        self.lanes = tuple(lanes)
+        self.parts: list[Sequence[slice]] = [[slice(0, lane.segments.numel)] for lane in lanes]
         """Per lane, the ranges whose residuals may follow different learning rates."""
-        self.rates: list[list[float | None]] = []
+        self.rates: list[list[float | None]] = [[None] for _ in lanes]
         """The last positive learning rate of each part; None before the first."""
         self.owns_shards = owns_shards
-        self.owned: list[bool] = []
+        self.owned = [False] * len(lanes)
         """Per lane, whether owners keep a residual at this or an earlier stage."""
-        self.in_rounds: list[MultiRoundCompressor | None] = []
+        self.in_rounds: list[MultiRoundCompressor | None] = [None] * len(lanes)
         """Per lane, its most recent method in rounds."""
         self.agreement = Traffic()
         """Traffic of `agree`, a part of the only local worker's traffic."""
-        self.workers: list[list[State]] = [[] for _ in world.ranks]
-        self.joint: list[State] = []
+        self.workers: list[list[State]] = [[{} for _ in lanes] for _ in world.ranks]
+        self.joint: list[State] = [{} for _ in lanes]
         self.buffers = Buffers(world.device)
         self.change(lanes)
 
@@ -369,17 +369,9 @@ class Exchange:
         Raises:
             ValueError: a lane's range in the bucket changed.
         """
-        if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
-            (b.start, b.segments.numel) for b in lanes
-        ]:
+        places = [(lane.start, lane.segments.numel) for lane in lanes]
+        if places != [(lane.start, lane.segments.numel) for lane in self.lanes]:
             raise ValueError("lanes may change their compressor, but not their range")
-        if not self.lanes:
-            self.parts = [[slice(0, lane.segments.numel)] for lane in lanes]
-            self.rates = [[None] for _ in lanes]
-            self.owned = [False] * len(lanes)
-            self.in_rounds = [None] * len(lanes)
-            self.joint = [{} for _ in lanes]
-            self.workers = [[{} for _ in lanes] for _ in self.world.ranks]
         for i, lane in enumerate(lanes):
             two = lane.collective == "twoshot" and requantizes(lane.compressor)
             self.owned[i] |= self.owns_shards and two and lane.memory.owner
@@ -391,7 +383,7 @@ class Exchange:
             self.joint[i] = fresh | self.joint[i]
             for states in self.workers:
                 states[i] = lane.memory.state(like) | states[i]
-        for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
+        for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=True)):
             if old.compressor != new.compressor:
                 self.joint[i].pop("state", None)
         self.lanes = tuple(lanes)

@@ -74,15 +74,6 @@ def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
     return result
 
 
-def read(path: Path, flag: str = "--config") -> dict[str, Any]:
-    """Return the mapping in a YAML file; empty for an empty file.
-
-    Raises:
-        UsageError: no such file, not YAML, or not a mapping; the message begins with `flag`.
-    """
-    return settings_file.read(path, flag, "steps: 100")
-
-
 def choices(key: str, value: Any) -> list[Any]:
     """Return the alternatives of one setting: those of a list, or a single value.
 
@@ -166,7 +157,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     Raises:
         UsageError: see `Config.make`; or a field that no compressor (task, memory) of the grid has.
     """
-    settings = read(file) if file else {}
+    settings = settings_file.read(file) if file else {}
     for key in NESTED:
         fields = settings.get(key) or {}
         if not isinstance(fields, dict):

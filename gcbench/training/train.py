@@ -514,9 +514,8 @@ class Trainer:
         """Broadcast worker 0's parameters, which are equal already, to count the bytes."""
         flat = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         pieces = torch.split(self.world.broadcast(flat), self.sizes)
-        with torch.no_grad():
-            for parameter, piece in zip(self.parameters, pieces, strict=True):
-                parameter.copy_(piece.view_as(parameter))
+        views = [x.view_as(p) for p, x in zip(self.parameters, pieces, strict=True)]
+        restore(self.parameters, views)
 
     # -- evaluation --------------------------------------------------------------------------------
 

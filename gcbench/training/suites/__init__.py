@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcbench.core import registry, schedule
+from gcbench.core import registry, schedule, settings_file
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.core.values import canonical, text
 from gcbench.results import rows
@@ -110,11 +110,6 @@ class Point:
     def identity(self) -> str:
         """The key of runs that differ only in FREE settings (or in a tuned rate)."""
         return canonical(self.resolved)
-
-    def trial(self, trial: Trial) -> Config:
-        """Return the run of a trial."""
-        assert self.tune is not None, "a point without a rule has no trials"
-        return self.tune.trial(self.config, trial)
 
 
 class Entry(BaseModel):
@@ -480,7 +475,7 @@ def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[
                 if number == decision.best or point.as_published
             }
         number, trial = decision.trial
-        tried[number][trial] = quality((yield group[number].trial(trial)))
+        tried[number][trial] = quality((yield rules[number].trial(group[number].config, trial)))
 
 
 def _as_given(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -596,7 +591,7 @@ def _builtin(name: str, folder: Path) -> Suite:
 
 
 def _read(name: str, path: Path) -> Suite:
-    content = grid.read(path, "--suite")
+    content = settings_file.read(path, "--suite")
     for key in ("name", "file"):
         if key in content:
             raise UsageError(f"--suite {name}: {key!r} comes from the file's path; remove it")
