@@ -612,12 +612,6 @@ def _word(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def nominal_ratio(method: Compressor) -> float | None:
-    """Return 32 / the bits per element stated by the method's source; None if it states none."""
-    bits = method.claims.nominal_bits
-    return None if bits is None else 32 / bits
-
-
 def failed(config: Config, run: RunFolder, error: DivergedError) -> dict[str, Any]:
     """Return the summary of a diverged run: no metrics, and the bytes up to its last record."""
     spent = (run.records() or [{}])[-1]

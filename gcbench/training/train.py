@@ -43,7 +43,7 @@ from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, preflight, sinks
+from gcbench.training import captures, preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.examples import Batches, hold_out
@@ -751,6 +751,7 @@ class Trainer:
         down = sum(t.payload_down for t in traffic) / world.size
         wire = sum(t.wire for t in traffic)
         dense = 4.0 * self.total * (config.steps - self.skipped)
+        bits = self.compressor.claims.nominal_bits
         medians = self.clock.medians(config.local_steps or 1)
         simulated = config.engine == "simulate"
         phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
@@ -781,7 +782,7 @@ class Trainer:
             "payload_bytes_up": round(up),
             "payload_bytes_down": round(down),
             "wire_bytes": {"per_worker": round(wire / world.size), "total": round(wire)},
-            "nominal_ratio": configuration.nominal_ratio(self.compressor),
+            "nominal_ratio": None if bits is None else 32 / bits,
             "payload_ratio_up": dense / up if up else None,
             "payload_ratio_down": dense / down if down else None,
             "phase_seconds": phases,
