@@ -31,11 +31,8 @@ NETWORKS = {"mlp": digits_mlp, "conv": digits_conv}
 
 
 def _table() -> np.ndarray:
-    """Return 64 pixels and the label of each image, uint8, shape (1797, 65), from scikit-learn.
-
-    It reads the file directly, because importing scikit-learn takes as long as importing torch. If
-    the file is elsewhere, it calls scikit-learn.
-    """
+    """Return 64 pixels and the label of each image, uint8, shape (1797, 65)."""
+    # Importing scikit-learn takes as long as importing torch, so its file is read directly.
     spec = find_spec("sklearn")
     folders = (spec and spec.submodule_search_locations) or []
     files = [Path(folder) / "datasets" / "data" / "digits.csv.gz" for folder in folders]

@@ -262,10 +262,7 @@ class ImageNet(Task):
 
 
 def _placed(width: int, height: int, w: float, h: float, left: float, top: float) -> Box:
-    """Return the box of w x h pixels with a fraction `left` of the free width to its left.
-
-    `top`: the fraction of the free height above it.
-    """
+    """Return a box of w x h pixels; `left`, `top`: fractions of the free space before it."""
     x, y = left * (width - w), top * (height - h)
     return x, y, min(x + w, width), min(y + h, height)
 
@@ -286,12 +283,7 @@ def _some(names: set[str]) -> str:
 
 
 def _photos(root: Path, part: str) -> Photos:
-    """Return the photographs of one part, sorted by name.
-
-    Raises:
-        GcbenchError: the folder, its class folders or their photographs are missing, or a file is
-            empty.
-    """
+    """Return the photographs of one part, sorted by name."""
     folder = root / part
     if not folder.is_dir():
         raise GcbenchError(f"imagenet: {folder} is missing; {_layout(root)}")

@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gcbench.core import codec
+from gcbench.core import codec, registry
 from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments, cuttable
 from gcbench.core.files import FILES, hash_file, sealed
+from gcbench.training.configuration import Config
 
 
 def encode_shards(
@@ -91,6 +92,20 @@ def summary(name: str = "none", seed: int = 0, accuracy: float | None = 0.5, **o
     return (
         fields | {key: value for key, value in over.items() if key in fields} | {"config": config}
     )
+
+
+def summary_of(config: Config, **over: Any) -> dict[str, Any]:
+    """Return what a run of this config might report; `over` adds or replaces fields."""
+    shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
+    return {
+        "schema": 1,
+        **{key: getattr(config, key) for key in shown},
+        "compressor": registry.call(config.make_compressor()),
+        "compressor_name": config.compressor,
+        **{"payload_bytes_up": 8.0, "payload_bytes_down": 8.0, "wire_bytes": {"per_worker": 8.0}},
+        "config": config.model_dump(mode="json"),
+        **over,
+    }
 
 
 def write(folder: Path, *summaries: Any) -> Path:

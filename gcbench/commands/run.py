@@ -136,6 +136,7 @@ def run(
 
     Finished runs are skipped, interrupted ones are resumed.
     """
+    from gcbench.core import settings_file
     from gcbench.report import listings
     from gcbench.training import captures, grid, rank, runner, sinks, suites
 
@@ -172,8 +173,12 @@ def run(
         for name in () if force else chosen.shares:
             _say_shared(runner_, chosen, name, options)
     if chosen is None or not chosen.tunes:
-        configs = grid.expand(options, config) if chosen is None else chosen.configs(options)
-        names = {*options, *(grid.read(config) if config else ())}
+        configs = (
+            grid.expand(options, config)
+            if chosen is None
+            else [point.config for point in chosen.points(options)]
+        )
+        names = {*options, *(settings_file.read(config) if config else ())}
         for sentence in grid.without_effect(names, configs) if rank.leads() else ():
             say(f"note: {sentence}")
         runner_.all(configs, json=json)

@@ -102,14 +102,12 @@ def encode(method: Compressor, x: Tensor, ctx: Context, *, copy: bool = True) ->
     return _payload(method, "encode", method.encode(x, inner), inner, ctx.parts if copy else None)
 
 
-def feedback(
-    method: Compressor, x: Tensor, residual: Tensor, ctx: Context, *, copy: bool = True
-) -> Payload:
+def feedback(method: Compressor, x: Tensor, residual: Tensor, ctx: Context) -> Payload:
     """Like `encode` for x + residual; `residual`, (n,), becomes the error of the payload."""
     _check_input(method, "encode_feedback", x, ctx)
     inner = _with_parts(method, x.device, ctx, 1)
     parts = method.encode_feedback(x, residual, inner)
-    return _payload(method, "encode_feedback", parts, inner, ctx.parts if copy else None)
+    return _payload(method, "encode_feedback", parts, inner, ctx.parts)
 
 
 def entry_count(method: Compressor, segments: Segments) -> int:
@@ -157,32 +155,18 @@ def decode(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
         GcbenchError: the method did not return such a tensor.
     """
     check(method, payload, ctx.segments)
-    try:
-        result = method.decode(payload, ctx if ctx.out is not None else _with_out(payload, ctx))
-    except PayloadError as error:
-        raise _named(method, error) from None
-    return _tensor(method, "decode", result, ctx)
+    return _decoded(method, "decode", payload, payload, ctx)
 
 
 def decode_sum(method: Compressor, payload: Payload, ctx: Context) -> Tensor:
     """Like `decode`, for the sum of `payload.count` workers' summands."""
-    inner = ctx if ctx.out is not None else _with_out(payload, ctx)
-    try:
-        result = method.decode_sum(payload, inner)
-    except PayloadError as error:
-        raise _named(method, error) from None
-    return _tensor(method, "decode_sum", result, ctx)
+    return _decoded(method, "decode_sum", payload, payload, ctx)
 
 
 def mean(method: Compressor, payloads: Sequence[Payload], ctx: Context) -> Tensor:
     """Like `decode`, for the mean of the payloads of several workers."""
     _check_all(method, payloads, ctx)
-    inner = ctx if ctx.out is not None else _with_out(payloads[0], ctx)
-    try:
-        result = method.mean(payloads, inner)
-    except PayloadError as error:
-        raise _named(method, error) from None
-    return _tensor(method, "mean", result, ctx)
+    return _decoded(method, "mean", payloads, payloads[0], ctx)
 
 
 def trimmed_mean(
@@ -251,12 +235,6 @@ def _with_parts(method: Compressor, device: torch.device, ctx: Context, count: i
     return ctx._replace(layout=declared, parts=parts)
 
 
-def _with_out(payload: Payload, ctx: Context) -> Context:
-    """Return the context with a buffer for the decoded tensor."""
-    numel, device = ctx.segments.numel, _device(payload, ctx)
-    return ctx._replace(out=torch.empty(numel, dtype=torch.float32, device=device))
-
-
 def _device(payload: Payload, ctx: Context) -> torch.device:
     return payload.parts[0].device if payload.parts else ctx.shared.device
 
@@ -311,25 +289,27 @@ def _named(method: Compressor, error: PayloadError) -> PayloadError:
     return error if str(error).startswith(f"{name}: ") else PayloadError(f"{name}: {error}")
 
 
-def _tensor(method: Compressor, function: str, result: Any, ctx: Context) -> Tensor:
-    """Check the tensor that a method decoded, and copy it to `ctx.out` if given.
-
-    A copy alone would convert dtypes and broadcast a shorter tensor.
-    """
-    out = ctx.out
+def _decoded(
+    method: Compressor, function: str, received: Any, first: Payload, ctx: Context
+) -> Tensor:
+    """Call a decoding function of a method, check its result, and copy it to `ctx.out` if given."""
+    numel, out = ctx.segments.numel, ctx.out
+    inner = ctx
+    if out is None:
+        room = torch.empty(numel, dtype=torch.float32, device=_device(first, ctx))
+        inner = ctx._replace(out=room)
+    try:
+        result = getattr(method, function)(received, inner)
+    except PayloadError as error:
+        raise _named(method, error) from None
     if out is not None and result is out:
         return out
-    if (
-        not isinstance(result, Tensor)
-        or result.dtype != torch.float32
-        or result.shape != (ctx.segments.numel,)
-    ):
+    # A copy alone would convert dtypes and broadcast a shorter tensor.
+    if not isinstance(result, Tensor) or result.dtype != torch.float32 or result.shape != (numel,):
         raise GcbenchError(
-            f"{method!r}: {function} returned {_shown(result)}; expected float32, shape "
-            f"({ctx.segments.numel},)"
+            f"{method!r}: {function} returned {_shown(result)}; expected float32, shape ({numel},)"
         )
-    decoded: Tensor = result if out is None else out.copy_(result)
-    return decoded
+    return result if out is None else out.copy_(result)
 
 
 def _shown(value: Any) -> str:

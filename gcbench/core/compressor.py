@@ -21,45 +21,18 @@ from torch import Tensor
 from gcbench.core import codec
 from gcbench.core.claims import Claims
 from gcbench.core.errors import GcbenchError, PayloadError, UsageError
-from gcbench.core.payload import (
-    TILE,
-    Context,
-    Key,
-    Layout,
-    Payload,
-    Prepared,
-    Segments,
-    aligned,
-    all_finite,
-    check_finite,
-    check_noise,
-    layout_bytes,
-)
+from gcbench.core.payload import TILE as TILE
+from gcbench.core.payload import Context as Context
+from gcbench.core.payload import Key as Key
+from gcbench.core.payload import Layout as Layout
+from gcbench.core.payload import Payload as Payload
+from gcbench.core.payload import Prepared as Prepared
+from gcbench.core.payload import Segments as Segments
+from gcbench.core.payload import all_finite
+from gcbench.core.payload import check_finite as check_finite
+from gcbench.core.payload import check_noise as check_noise
+from gcbench.core.payload import layout_bytes as layout_bytes
 from gcbench.core.rule import UpdateRule
-
-__all__ = [
-    "COLLECTIVES",
-    "TILE",
-    "Compressed",
-    "Compressor",
-    "Context",
-    "Key",
-    "Layout",
-    "MultiRoundCompressor",
-    "Parts",
-    "Payload",
-    "Prepared",
-    "Segments",
-    "aligned",
-    "check_finite",
-    "check_noise",
-    "cuttable",
-    "fuses_feedback",
-    "layout_bytes",
-    "overrides",
-    "reencodes",
-    "requantizes",
-]
 
 COLLECTIVES = ("allreduce", "allgather", "twoshot", "ring", "sparse")
 Parts: TypeAlias = Tensor | tuple[Tensor, ...] | Payload

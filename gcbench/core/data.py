@@ -269,12 +269,7 @@ def _reason(error: Exception) -> str:
 
 
 def _fetch(file: File, mirrors: tuple[str, ...], into: Path, progress: str) -> None:
-    """Download one file to the folder `into`, from the first mirror that provides it.
-
-    Raises:
-        requests.RequestException: the last mirror cannot be reached, or the connection is lost.
-        ValueError: the last mirror has another file.
-    """
+    """Download one file to the folder `into`, from the first mirror that provides it."""
     bar = progress == "bar" or (progress == "auto" and sys.stderr.isatty())
     failures: list[Exception] = []
     logger = pooch.get_logger()

@@ -72,6 +72,7 @@ from gcbench.core.sparse import Entries
 from gcbench.core.world import Traffic, World
 
 T = TypeVar("T")
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -345,20 +346,20 @@ class Exchange:
     ) -> None:
         """`owns_shards`: whether owners may keep residuals; False if `lane_shards` is used."""
         self.world, self.seed, self.clock = world, seed, clock
-        self.lanes: tuple[Lane, ...] = ()
-        self.parts: list[Sequence[slice]] = []
+        self.lanes = tuple(lanes)
+        self.parts: list[Sequence[slice]] = [[slice(0, lane.segments.numel)] for lane in lanes]
         """Per lane, the ranges whose residuals may follow different learning rates."""
-        self.rates: list[list[float | None]] = []
+        self.rates: list[list[float | None]] = [[None] for _ in lanes]
         """The last positive learning rate of each part; None before the first."""
         self.owns_shards = owns_shards
-        self.owned: list[bool] = []
+        self.owned = [False] * len(lanes)
         """Per lane, whether owners keep a residual at this or an earlier stage."""
-        self.in_rounds: list[MultiRoundCompressor | None] = []
+        self.in_rounds: list[MultiRoundCompressor | None] = [None] * len(lanes)
         """Per lane, its most recent method in rounds."""
         self.agreement = Traffic()
         """Traffic of `agree`, a part of the only local worker's traffic."""
-        self.workers: list[list[State]] = [[] for _ in world.ranks]
-        self.joint: list[State] = []
+        self.workers: list[list[State]] = [[{} for _ in lanes] for _ in world.ranks]
+        self.joint: list[State] = [{} for _ in lanes]
         self.buffers = Buffers(world.device)
         self.change(lanes)
 
@@ -368,17 +369,9 @@ class Exchange:
         Raises:
             ValueError: a lane's range in the bucket changed.
         """
-        if self.lanes and [(a.start, a.segments.numel) for a in self.lanes] != [
-            (b.start, b.segments.numel) for b in lanes
-        ]:
+        places = [(lane.start, lane.segments.numel) for lane in lanes]
+        if places != [(lane.start, lane.segments.numel) for lane in self.lanes]:
             raise ValueError("lanes may change their compressor, but not their range")
-        if not self.lanes:
-            self.parts = [[slice(0, lane.segments.numel)] for lane in lanes]
-            self.rates = [[None] for _ in lanes]
-            self.owned = [False] * len(lanes)
-            self.in_rounds = [None] * len(lanes)
-            self.joint = [{} for _ in lanes]
-            self.workers = [[{} for _ in lanes] for _ in self.world.ranks]
         for i, lane in enumerate(lanes):
             two = lane.collective == "twoshot" and requantizes(lane.compressor)
             self.owned[i] |= self.owns_shards and two and lane.memory.owner
@@ -390,7 +383,7 @@ class Exchange:
             self.joint[i] = fresh | self.joint[i]
             for states in self.workers:
                 states[i] = lane.memory.state(like) | states[i]
-        for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=False)):
+        for i, (old, new) in enumerate(zip(self.lanes, lanes, strict=True)):
             if old.compressor != new.compressor:
                 self.joint[i].pop("state", None)
         self.lanes = tuple(lanes)
@@ -591,36 +584,27 @@ class Exchange:
     def _checked_buffers(
         self, saved: Mapping[str, Any], worker: int
     ) -> tuple[list[State], list[State]]:
-        """Return the worker's tensors and the joint tensors, per lane, of a saved state.
-
-        Raises:
-            UsageError: one is missing, unknown, of the wrong shape or dtype, or not finite.
-        """
-        count, rank = len(self.lanes), self.world.ranks[worker]
-        memory, joint = by_lane(saved, count)
-        begun = sealed.sequence("begun", sealed.entry(saved, "begun"), count)
-        checked: tuple[list[State], list[State]] = ([], [])
+        """Return the worker's tensors and the joint tensors of a saved state, checked, per lane."""
+        rank = self.world.ranks[worker]
+        memory, joint = by_lane(saved, len(self.lanes))
+        begun = sealed.sequence("begun", sealed.entry(saved, "begun"), len(self.lanes))
         for number, lane in enumerate(self.lanes):
-            whole = (lane.segments.numel,)
-            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.workers[worker][number], whole)
+            where, whole = f"lane {number}", (lane.segments.numel,)
             begin, end = lane.bounds(self.world.size)[rank : rank + 2]
-            may = {**shapes, "owner": (end - begin,)} if self.owns_shards else shapes
-            checked[0].append(
-                _checked(f"lane {number}", memory[number], {*shapes} - {"owner"}, may)
-            )
-            shapes = {name: whole for name in self.joint[number] if name != "state"}
-            may = dict(shapes)
-            if begun[number] and isinstance(lane.compressor, MultiRoundCompressor):
-                first = lane.compressor.initial_state(self._context(number, 0))
-                may["state"] = tuple(first.shape)
-            saved_joint = joint[number]
+            must: dict[str, Shape]
+            must = dict.fromkeys({*self.workers[worker][number]} - {"owner"}, whole)
+            may = {"owner": (end - begin,)} if self.owns_shards else {}
+            _check_tensors(where, memory[number], must, may)
+            must = dict.fromkeys({*self.joint[number]} - {"state"}, whole)
             if not begun[number]:
-                saved_joint = {
-                    name: value for name, value in saved_joint.items() if name != "state"
-                }
-            must = {*shapes, *(["state"] if begun[number] else [])}
-            checked[1].append(_checked(f"lane {number}", saved_joint, must, may))
-        return checked
+                joint[number].pop("state", None)
+            elif isinstance(lane.compressor, MultiRoundCompressor):
+                first = lane.compressor.initial_state(self._context(number, 0))
+                must["state"] = tuple(first.shape)
+            else:
+                raise sealed.malformed(f"{where} has the state of a method in rounds")
+            _check_tensors(where, joint[number], must, {})
+        return memory, joint
 
     def lane_mean(self, number: int, gradients: Sequence[Tensor], step: int) -> Tensor:
         """Return the mean of lane `number`, float32, shape (n of the lane,).
@@ -730,10 +714,7 @@ class Exchange:
                 out.copy_(applied)
 
     def _agree(self, number: int, xs: Sequence[Tensor], ctx: Context) -> tuple[Piece, list[Any]]:
-        """Return the whole lane with `ctx.shared`, and what each `prepare` cached for its encoder.
-
-        `shared` is drawn from the shared seed, or the maximum of the workers' statistics, or empty.
-        """
+        """Return the whole lane with `ctx.shared`, and what `prepare` cached for each encoder."""
         method = self.lanes[number].compressor
         with self.clock.phase("statistic"):
             drawn = method.draw_shared(ctx)
@@ -757,10 +738,7 @@ class Exchange:
         *,
         settle: bool = True,
     ) -> list[list[Payload]]:
-        """Return each local worker's payloads of these pieces, with its rank's random numbers.
-
-        `settle`: put their bytes in the worker's send buffer, consecutively.
-        """
+        """Return each local worker's payloads of these pieces; `settle`: in its send buffer."""
         ranks, lane = self.world.ranks, self.lanes[number]
 
         def encode(i: int) -> list[Payload]:
@@ -791,11 +769,7 @@ class Exchange:
         residuals: Sequence[Tensor] | None = None,
         settle: bool = True,
     ) -> list[Payload]:
-        """Return the payloads of the tensors `xs`, or of x + residual if there are residuals.
-
-        Each residual becomes the error of its payload. `settle`: put the bytes of the payloads in
-        the buffer of this name, consecutively.
-        """
+        """Encode x, or x + residual, whose error it becomes; `settle`: in the buffer `name`."""
         method = lane.compressor
         layouts = [codec.layout(method, ctx.segments) for ctx in contexts]
         slots, payloads = self._slots(name, layouts), []
@@ -813,11 +787,7 @@ class Exchange:
         return self._settled(name, payloads, slots) if settle else payloads
 
     def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
-        """Return payloads of these layouts as consecutive views of the buffer of this name.
-
-        All are None if one has no declared layout, because positions then depend on the data; one
-        is None if its parts would not be aligned.
-        """
+        """Return payloads over the buffer `name`; None where sizes or alignment forbid it."""
         declared = [layout for layout in layouts if layout is not None]
         if len(declared) < len(layouts):
             return [None] * len(layouts)
@@ -828,16 +798,14 @@ class Exchange:
         ]
 
     def _settled(
-        self, name: Hashable, payloads: Sequence[Payload], slots: Sequence[Payload | None]
+        self, name: Hashable, payloads: list[Payload], slots: Sequence[Payload | None]
     ) -> list[Payload]:
         """Put the bytes of the payloads in the buffer of this name; return the payloads."""
         places = self.buffers.row(name, [payload.nbytes for payload in payloads])
-        settled = []
         for payload, slot, place in zip(payloads, slots, places, strict=True):
             if slot is None:
                 payload.write(place)
-            settled.append(payload)
-        return settled
+        return payloads
 
     def _decoded(
         self, lane: Lane, payloads: Sequence[Payload], contexts: Sequence[Context]
@@ -951,10 +919,7 @@ class Exchange:
         shards: Sequence[Piece],
         received: Payload | None,
     ) -> Payload:
-        """Return the payload of local worker i in a hop of the ring; that of hop N is finished.
-
-        `received`: the payload of the previous hop, a partial sum without worker i's gradient.
-        """
+        """Return local worker i's payload in a hop; `received`: the partial sum so far."""
         world, lane = self.world, self.lanes[number]
         rank, state = world.ranks[i], self.workers[i][number]
         shard = shards[(rank - hop) % world.size]
@@ -979,20 +944,18 @@ class Exchange:
         """Send each local worker's payload to the next worker; return those received."""
         world, method = self.world, self.lanes[number].compressor
         arriving = [shards[(rank - 1 - hop) % world.size] for rank in world.ranks]
-        layouts = [codec.layout(method, shard.segments) for shard in arriving]
-        complete = [layout for layout in layouts if layout is not None]
-        if len(complete) < len(layouts):
-            headers = [_header(payload, world.device) for payload in sent]
-            sizes = [header.numel() for header in headers]
-            complete = [_layout(sent[0], header) for header in world.shift(headers, sizes)]
-        contributions = [
-            self.buffers.bytes((number, ("hop", hop % 2), i), payload.nbytes)
-            for i, payload in enumerate(sent)
-        ]
-        sizes = [*map(layout_bytes, complete)]
+        declared = [codec.layout(method, shard.segments) for shard in arriving]
+
+        def headers() -> list[Tensor]:
+            mine = self._headers(sent)
+            return world.shift(mine, [*map(len, mine)])
+
+        layouts = _agreed(declared, sent[0], headers)
+        sizes = [*map(layout_bytes, layouts)]
         room = self._room((number, "passed on"), sizes[0])
+        contributions = self._sent_bytes((number, ("hop", hop % 2)), sent)
         received = world.shift(contributions, sizes, out=room)
-        return [*map(Payload.over, received, complete)]
+        return [*map(Payload.over, received, layouts)]
 
     def _sparse(self, number: int, whole: Piece, xs: Sequence[Tensor], out: Tensor) -> None:
         lane, n = self.lanes[number], whole.segments.numel
@@ -1073,10 +1036,7 @@ class Exchange:
         counts: Sequence[Sequence[int]],
         arriving: Sequence[Sequence[int]],
     ) -> list[list[Tensor]]:
-        """Send `counts[i][r]` entries of local worker i to rank r; return the messages received.
-
-        `arriving`: the number of entries that each local worker receives, by sender.
-        """
+        """Send `counts[i][r]` entries of worker i to rank r; `arriving`: counts, by sender."""
         splits, sizes = (
             [[sparse.WORDS * count for count in row] for row in rows] for rows in (counts, arriving)
         )
@@ -1205,20 +1165,30 @@ class Exchange:
     ) -> list[Payload]:
         """All-gather one payload per worker; `declared[r]` is rank r's layout, None if unknown."""
         world = self.world
-        layouts = [layout for layout in declared if layout is not None]
-        if len(layouts) < world.size:
-            headers = [_header(payload, world.device) for payload in payloads]
-            sizes = [headers[0].numel()] * world.size
-            gathered = world.all_gather(headers, sizes, aggregated=aggregated)
-            layouts = [_layout(payloads[0], header) for header in gathered]
+
+        def headers() -> list[Tensor]:
+            mine = self._headers(payloads)
+            return world.all_gather(mine, [len(mine[0])] * world.size, aggregated=aggregated)
+
+        layouts = _agreed(declared, payloads[0], headers)
         sizes = [*map(layout_bytes, layouts)]
-        contributions = [
-            self.buffers.bytes((number, what, i), payload.nbytes)
-            for i, payload in enumerate(payloads)
-        ]
         room = self._room((number, what, "gathered"), sum(sizes))
+        contributions = self._sent_bytes((number, what), payloads)
         received = world.all_gather(contributions, sizes, aggregated=aggregated, out=room)
         return [*map(Payload.over, received, layouts, counts)]
+
+    def _headers(self, payloads: Sequence[Payload]) -> list[Tensor]:
+        """Return the headers of payloads without a declared layout: the sizes of parts, int64."""
+        return [
+            torch.tensor([numel for _, numel in payload.layout], device=self.world.device)
+            for payload in payloads
+        ]
+
+    def _sent_bytes(self, name: tuple[Hashable, ...], payloads: Sequence[Payload]) -> list[Tensor]:
+        """Return the bytes of each local worker's payload, in its send buffer of this name."""
+        return [
+            self.buffers.bytes((*name, i), payload.nbytes) for i, payload in enumerate(payloads)
+        ]
 
     def _room(self, name: Hashable, size: int) -> Tensor | None:
         """Return the receive buffer of a collective between processes; None in a simulation."""
@@ -1232,16 +1202,15 @@ class Exchange:
     ) -> list[list[Payload]]:
         """Send shard r of each local worker to rank r; return each local owner's, by sender."""
         world = self.world
-        layouts: list[list[Layout]] = []
-        for rank in world.ranks:
-            layout = declared[rank]
-            if layout is not None:
-                layouts.append([layout] * world.size)
-        if len(layouts) < len(world.ranks):
-            headers = [torch.cat([_header(shard, world.device) for shard in row]) for row in sent]
-            width = [headers[0].numel() // world.size] * world.size
-            gathered = world.all_to_all(headers, [width] * len(sent), [width] * len(sent))
-            layouts = [[_layout(sent[0][0], header) for header in row] for row in gathered]
+
+        def headers() -> list[Tensor]:
+            rows = [torch.cat(self._headers(row)) for row in sent]
+            width = [[len(rows[0]) // world.size] * world.size] * len(rows)
+            return [header for row in world.all_to_all(rows, width, width) for header in row]
+
+        expected = [declared[rank] for rank in world.ranks for _ in range(world.size)]
+        flat = _agreed(expected, sent[0][0], headers)
+        layouts = [flat[i : i + world.size] for i in range(0, len(flat), world.size)]
         splits = [[shard.nbytes for shard in row] for row in sent]
         contributions = [
             self.buffers.bytes((number, "sent", i), sum(split)) for i, split in enumerate(splits)
@@ -1276,26 +1245,23 @@ def by_lane(saved: Mapping[str, Any], lanes: int) -> tuple[list[State], list[Sta
     return result["memory"], result["joint"]
 
 
-def _checked(where: str, tensors: Any, must: set[str], may: Mapping[str, Sequence[int]]) -> State:
-    """Check the tensors of a lane: all of `must` are there, and no others than `may`, by shape.
-
-    Raises:
-        UsageError: one is missing, unknown, or malformed.
-    """
-    if not must <= {*tensors} <= {*may}:
+def _check_tensors(
+    where: str, tensors: State, must: Mapping[str, Shape], may: Mapping[str, Shape]
+) -> None:
+    """Check the tensors of a lane: all of `must`, and no others than `may`, of these shapes."""
+    shapes = {**must, **may}
+    if not {*must} <= {*tensors} <= {*shapes}:
         raise sealed.malformed(f"{where} has {sorted(tensors)}: expected {sorted(must)}")
-    return {
-        name: sealed.floats(f"{name} of {where}", value, may[name])
-        for name, value in tensors.items()
-    }
+    for name, value in tensors.items():
+        sealed.floats(f"{name} of {where}", value, shapes[name])
 
 
-def _header(payload: Payload, device: torch.device) -> Tensor:
-    """Return the header of a payload without a declared layout: the size of each part, int64."""
-    return torch.tensor([numel for _, numel in payload.layout], device=device)
-
-
-def _layout(local: Payload, header: Tensor) -> Layout:
-    """Return another worker's layout: the local dtypes with the sizes of its header."""
-    sizes = header.tolist()
-    return tuple((dtype, size) for (dtype, _), size in zip(local.layout, sizes, strict=True))
+def _agreed(
+    declared: Sequence[Layout | None], local: Payload, headers: Callable[[], Sequence[Tensor]]
+) -> list[Layout]:
+    """Return the declared layouts, or else those of `local` with the sizes in `headers()`."""
+    layouts = [layout for layout in declared if layout is not None]
+    if len(layouts) == len(declared):
+        return layouts
+    dtypes = [dtype for dtype, _ in local.layout]
+    return [tuple(zip(dtypes, header.tolist(), strict=True)) for header in headers()]

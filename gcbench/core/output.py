@@ -65,10 +65,5 @@ def reserved() -> Iterator[None]:
             out.flush()
         finally:
             os.dup2(real, 1)
-            _close(out)
-
-
-def _close(out: TextIO) -> None:
-    """Close a stream whose buffer may not be writable any more, such as a broken pipe."""
-    with suppress(OSError):
-        out.close()
+            with suppress(OSError):  # a broken pipe, with text left in the buffer
+                out.close()

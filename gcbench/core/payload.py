@@ -73,7 +73,7 @@ class Payload(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all parts, the number that traffic counts."""
-        return sum(part.numel() * part.element_size() for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def layout(self) -> Layout:
@@ -211,12 +211,10 @@ class Segments:
                     f"granularity {granularity!r}: expected 'tensor', 'column', 'model' or a group "
                     "size of at least 1"
                 )
-            if width:
-                lengths += [width] * (size // width)
-                if size % width:
-                    lengths.append(size % width)
-            else:
-                lengths.append(0)
+            count, rest = divmod(size, width) if width else (1, 0)
+            lengths += [width] * count
+            if rest:
+                lengths.append(rest)
         return cls(tuple(itertools.accumulate(lengths, initial=0)), dims)
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 Mode = Literal["auto", "bar", "plain", "none"]
 WIDE = 90
@@ -19,32 +19,20 @@ PLAIN_SECONDS = 10.0
 """Seconds between lines in a pipe; evaluations are always printed."""
 
 
-class Observer(Protocol):
-    """Shows progress: is called at every step, and with every record."""
+class Observer:
+    """Receives every step and record of a run. This one shows nothing; its subclasses do."""
 
-    def step(self, step: int, text: str = "") -> None: ...  # noqa: D102
+    def step(self, step: int, text: str = "") -> None:
+        """Show that `step` is reached; `text` describes what follows."""
 
-    def record(self, record: Mapping[str, Any]) -> None: ...  # noqa: D102
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Show the numbers of a record."""
 
-    def say(self, text: str) -> None: ...  # noqa: D102
+    def say(self, text: str) -> None:
+        """Show a line at once."""
 
-    def close(self) -> None: ...  # noqa: D102
-
-
-class Silent:
-    """Shows nothing."""
-
-    def step(self, step: int, text: str = "") -> None:  # noqa: D102
-        pass
-
-    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        pass
-
-    def say(self, text: str) -> None:  # noqa: D102
-        pass
-
-    def close(self) -> None:  # noqa: D102
-        pass
+    def close(self) -> None:
+        """Finish."""
 
 
 def _words(record: Mapping[str, Any], *, short: bool = False) -> str:
@@ -62,7 +50,7 @@ def _words(record: Mapping[str, Any], *, short: bool = False) -> str:
     return ", ".join(parts)
 
 
-class Plain:
+class Plain(Observer):
     """Prints a line every PLAIN_SECONDS, and at every evaluation."""
 
     def __init__(self, name: str, steps: int) -> None:
@@ -80,26 +68,19 @@ class Plain:
             step = min(step, self.steps)
             left = (now - self.first[1]) / done * (self.steps - step) if done else None
             time_left = "" if left is None else f"  {timedelta(seconds=round(left))} left"
-            self._print(f"{step}/{self.steps}  {text}{time_left}")
+            self.say(f"{step}/{self.steps}  {text}{time_left}")
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         if record["kind"] == "eval" or time.monotonic() - self.last >= PLAIN_SECONDS:
             step = min(record["step"], self.steps)
-            self._print(f"step {step}/{self.steps}  {_words(record)}")
+            self.say(f"step {step}/{self.steps}  {_words(record)}")
 
-    def say(self, text: str) -> None:
-        """Print a line at once."""
-        self._print(text)
-
-    def _print(self, line: str) -> None:
+    def say(self, text: str) -> None:  # noqa: D102
         self.last = time.monotonic()
-        print(f"{self.name}  {line}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:  # noqa: D102
-        pass
+        print(f"{self.name}  {text}", file=sys.stderr, flush=True)
 
 
-class Bar:
+class Bar(Observer):
     """Draws a bar with the remaining time and the latest numbers."""
 
     def __init__(self, name: str, steps: int) -> None:
@@ -125,26 +106,22 @@ class Bar:
         self.bar.start()
 
     def step(self, step: int, text: str = "") -> None:  # noqa: D102
-        done = min(step, self.steps)
-        if text:
-            self.bar.update(self.task, completed=done, text=text)
-        else:
-            self.bar.update(self.task, completed=done)
+        shown: dict[str, Any] = {"text": text} if text else {}
+        self.bar.update(self.task, completed=min(step, self.steps), **shown)
 
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         self.numbers[record["kind"]] = _words(record, short=True)
         text = "  ".join(filter(None, self.numbers.values()))
         self.bar.update(self.task, text=text)
 
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
+    def say(self, text: str) -> None:  # noqa: D102
         self.bar.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:  # noqa: D102
         self.bar.stop()
 
 
-class Announcing:
+class Announcing(Observer):
     """Announces once, ANNOUNCE_SECONDS after the first step, how long run and grid will take.
 
     The estimate assumes the pace of this run for all: others of the grid may be slower or faster.
@@ -177,18 +154,12 @@ class Announcing:
     def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
         self.inner.record(record)
 
-    def say(self, text: str) -> None:  # noqa: D102
-        self.inner.say(text)
-
     def close(self) -> None:  # noqa: D102
         self.inner.close()
 
 
-class Delayed:
-    """Shows nothing in the first DELAY_SECONDS, and then what `make` returns: short work is silent.
-
-    `make` is called at the first step after that time.
-    """
+class Delayed(Observer):
+    """Shows nothing in the first DELAY_SECONDS, then the steps as `make()` does: for short work."""
 
     def __init__(self, make: Callable[[], Observer]) -> None:
         self.make, self.began = make, time.monotonic()
@@ -200,14 +171,6 @@ class Delayed:
         if self.inner is not None:
             self.inner.step(step, text)
 
-    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
-        if self.inner is not None:
-            self.inner.record(record)
-
-    def say(self, text: str) -> None:  # noqa: D102
-        if self.inner is not None:
-            self.inner.say(text)
-
     def close(self) -> None:  # noqa: D102
         if self.inner is not None:
             self.inner.close()
@@ -216,16 +179,11 @@ class Delayed:
 def observer(mode: Mode, name: str, steps: int, after: int = 0) -> Observer:
     """Return the observer for `mode`; "auto" is a bar if stderr is a terminal, else plain lines.
 
-    `name` and `steps` are the run's; `after` is how many steps the runs that follow have together:
-    if there are some, the duration of the whole grid is announced.
+    `name` and `steps` are the run's; `after` is the number of steps of all following runs. If there
+    are some, the duration of the whole grid is announced.
     """
-    shown = _observer(mode, name, steps)
-    return Announcing(shown, steps, after) if after else shown
-
-
-def _observer(mode: Mode, name: str, steps: int) -> Observer:
-    if mode == "auto":
-        mode = "bar" if sys.stderr.isatty() else "plain"
     if mode == "none":
-        return Silent()
-    return Bar(name, steps) if mode == "bar" else Plain(name, steps)
+        return Observer()
+    bar = mode == "bar" or (mode == "auto" and sys.stderr.isatty())
+    shown = Bar(name, steps) if bar else Plain(name, steps)
+    return Announcing(shown, steps, after) if after else shown

@@ -90,10 +90,6 @@ def _third_party(point: EntryPoint, base: type) -> type[Any]:
     return loaded
 
 
-def _same(cls: type[Any]) -> type[Any]:
-    return cls
-
-
 def _files(group: str, base: type) -> dict[str, Entry]:
     folder = importlib.import_module(group)
     return {
@@ -158,11 +154,7 @@ def _users_files(kind: str, base: type) -> dict[str, Entry]:
 
 
 class _UsersFile(SourceFileLoader):
-    """Executes a user's file and stores the executed source.
-
-    It ignores .pyc files: they are keyed by size and mtime in seconds, and a quick edit can change
-    neither.
-    """
+    """Executes and stores a user's source; .pyc files, keyed by size and seconds, may be stale."""
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__(name, path)
@@ -291,7 +283,7 @@ def memory_entry(name: str) -> Entry:
     if name in compressors():
         memory = compressor_class(name).own_memory
         if memory is not None:
-            return replace(compressors()[name], load=partial(_same, memory))
+            return replace(compressors()[name], load=lambda: memory)
     raise unknown("memory", name, memories())
 
 
@@ -318,12 +310,11 @@ def origin(entry: Entry) -> dict[str, str] | None:
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
     files = [(path, path.relative_to(top)) for top in folders for path in top.rglob("*.py")]
     if not folders and getattr(module, "__file__", None):
-        files = [(Path(str(module.__file__)), Path(Path(str(module.__file__)).name))]
+        file = Path(str(module.__file__))
+        files = [(file, Path(file.name))]
     digest = hashlib.sha256()
     for path, name in sorted(files, key=lambda each: each[1]):
-        source = executed(module)
-        if source is None:
-            source = path.read_bytes()
+        source = executed(module) or path.read_bytes()
         digest.update(f"{name}\0".encode() + hashlib.sha256(source).digest())
     named = (_named_files() | _named_files("memory")).get(entry.name)
     return {
@@ -400,13 +391,7 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _typed(what: str, cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is not a number.
-
-    `what`: the name of the object, for errors.
-
-    Raises:
-        UsageError: a value cannot be converted to its field's type.
-    """
+    """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is an error."""
     from pydantic import ValidationError
     from pydantic.errors import PydanticUserError
 

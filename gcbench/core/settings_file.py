@@ -92,7 +92,7 @@ def parse(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def read(path: Path, flag: str, example: str) -> dict[str, Any]:
+def read(path: Path, flag: str = "--config", example: str = "steps: 100") -> dict[str, Any]:
     """Return the mapping in a YAML file; empty for an empty file.
 
     Raises:

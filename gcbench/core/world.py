@@ -108,10 +108,6 @@ class Traffic:
     wire: float = 0.0
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 class World(ABC):
     """N workers; `traffic` has one entry per worker of this process."""
 
@@ -142,7 +138,7 @@ class World(ABC):
         On the CPU every engine adds floats in rank order, so all engines compute the same bits;
         integer sums and maxima do not depend on the order.
         """
-        sizes = [_nbytes(tensor) for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
         wire = [2 * (self.size - 1) / self.size * size for size in sizes]
         self._count(sizes, sizes, wire)
         self._model(2 * (self.size - 1), wire)
@@ -162,7 +158,7 @@ class World(ABC):
         buffer of sufficient size. A simulation ignores it and returns the workers' tensors.
         """
         down = sum(sizes) * tensors[0].element_size()
-        counts = [_nbytes(tensor) for tensor in tensors]
+        counts = [tensor.nbytes for tensor in tensors]
         wire = [float((self.size - 1) * size) for size in counts]
         self._count([0] * len(counts) if aggregated else counts, [down] * len(counts), wire)
         self._model(self.size - 1, wire)
@@ -181,7 +177,7 @@ class World(ABC):
         `splits[i][r]`: the number of elements that local worker i sends to rank r; `sizes[i][r]`:
         the number that it receives from rank r. `out`: as for `all_gather`.
         """
-        up = [_nbytes(tensor) for tensor in tensors]
+        up = [tensor.nbytes for tensor in tensors]
         wire = [
             float(total - split[rank] * tensor.element_size())
             for rank, split, tensor, total in zip(self.ranks, splits, tensors, up, strict=True)
@@ -198,15 +194,24 @@ class World(ABC):
         The last rank sends to rank 0. `sizes[i]`: the number of elements that local worker i
         receives. `out`: as for `all_gather`.
         """
-        counts = [_nbytes(tensor) for tensor in tensors]
+        counts = [tensor.nbytes for tensor in tensors]
         wire = [float(count) for count in counts]
         self._count(counts, [0] * len(counts), wire)
         self._model(1, wire)
-        return self._shift(tensors, sizes, out)
+        numels = [tensor.numel() for tensor in tensors]
+        splits = [self._only(rank + 1, n) for rank, n in zip(self.ranks, numels, strict=True)]
+        arriving = [self._only(rank - 1, n) for rank, n in zip(self.ranks, sizes, strict=True)]
+        # NCCL runs both directions at once only inside a collective.
+        rows = self._all_to_all(tensors, splits, arriving, out)
+        return [row[(rank - 1) % self.size] for rank, row in zip(self.ranks, rows, strict=True)]
+
+    def _only(self, rank: int, count: int) -> list[int]:
+        """Return the numbers of elements for all ranks: `count` for this one, modulo the size."""
+        return [count * (other == rank % self.size) for other in range(self.size)]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return worker 0's tensor on every worker; each worker forwards it to the next."""
-        size = _nbytes(tensor)
+        size = tensor.nbytes
         up = [size if rank == 0 else 0 for rank in self.ranks]
         wire = [size * (self.size - 1) / self.size] * len(up)
         self._count(up, [size] * len(up), wire)
@@ -232,11 +237,6 @@ class World(ABC):
         sizes: Sequence[Sequence[int]],
         out: Tensor | None,
     ) -> list[list[Tensor]]: ...
-
-    @abstractmethod
-    def _shift(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
-    ) -> list[Tensor]: ...
 
     @abstractmethod
     def map(self, call: Callable[[int], T]) -> list[T]:
@@ -318,11 +318,6 @@ class SimulatedWorld(World):
             torch.split(tensor, list(split)) for tensor, split in zip(tensors, splits, strict=True)
         ]
         return [list(column) for column in zip(*rows, strict=True)]
-
-    def _shift(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
-    ) -> list[Tensor]:
-        return [tensors[-1], *tensors[:-1]]
 
 
 class DistributedWorld(World):
@@ -429,10 +424,7 @@ class DistributedWorld(World):
         return total
 
     def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        """All-reduce as reduce-scatter and all-gather; a shard's owner adds in rank order.
-
-        It moves as many bytes as a ring all-reduce; gloo's order of additions depends on N.
-        """
+        """Sum in rank order, unlike gloo, by reduce-scatter and all-gather, with a ring's bytes."""
         flat = tensor.reshape(-1)
         sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
         share = sizes[self.ranks[0]]
@@ -503,18 +495,6 @@ class DistributedWorld(World):
             for work in works:
                 if work is not None:  # of another group
                     work.wait()
-
-    def _shift(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
-    ) -> list[Tensor]:
-        tensor, size, rank = tensors[0].contiguous(), sizes[0], self.ranks[0]
-        out = tensor.new_empty(size) if out is None else out[:size]
-        after, before = (rank + 1) % self.size, (rank - 1) % self.size
-        sent = [tensor.numel() * (other == after) for other in range(self.size)]
-        received = [size * (other == before) for other in range(self.size)]
-        # NCCL runs both directions at once only inside a collective.
-        self._all_to_all([tensor], [sent], [received], out)
-        return [out]
 
 
 def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:

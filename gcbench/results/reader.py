@@ -435,7 +435,7 @@ def load(
     wrong: Faults = []
     unfinished: dict[Path, None] = {}
     places = [place for folder in map(Path, folders) for place in _places(folder)]
-    shown = progress.Silent() if watch is None else watch(len(places))
+    shown = progress.Observer() if watch is None else watch(len(places))
     collecting = gc.isenabled()
     gc.disable()  # rows leave little garbage, and looking for it takes a tenth of the time
     try:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,15 +216,9 @@ class Recorder:
             return
         names = {layer.name for layer in self.layers}
         sizes = [layer.numel for layer in self.all]
-        pieces = [
-            [
-                piece
-                for layer, piece in zip(self.all, torch.split(bucket, sizes), strict=True)
-                if layer.name in names
-            ]
-            for bucket in buckets
-        ]
-        self._held = step, [torch.cat(buffers).cpu() for buffers in pieces]
+        chosen = [layer.name in names for layer in self.all]
+        pieces = [compress(torch.split(bucket, sizes), chosen) for bucket in buckets]
+        self._held = step, [torch.cat([*each]).cpu() for each in pieces]
 
     def write(self) -> None:
         """Write the gradients that `hold` copied, if any.

@@ -91,7 +91,6 @@ class Config(Settings):
         values["memory_options"] = {key: getattr(chosen, key) for key in memory_options}
         for method in stages.values():
             memory.check_masking(str(memory_name), chosen, method)
-        for method in stages.values():
             rule.check_legal(method.rule, chosen, values.get("start_step") or 0, method)
         if values.get("local_steps"):
             _check_local_steps(stages[max(stages)], str(memory_name), chosen, settings)
@@ -175,17 +174,12 @@ class Config(Settings):
         return self
 
     def _fits_local_steps(self) -> None:
-        """Refuse settings that are incompatible with local steps.
-
-        Raises:
-            ValueError: with the reason.
-        """
-        reasons = {
-            "rebroadcast_every": "inside a round the workers' parameters differ",
-        }
-        for key, reason in reasons.items():
-            if getattr(self, key):
-                raise ValueError(f"{key} with local_steps: {reason}; leave one of them out")
+        """Refuse settings that are incompatible with local steps."""
+        if self.rebroadcast_every:
+            raise ValueError(
+                "rebroadcast_every with local_steps: inside a round the workers' parameters "
+                "differ; leave one of them out"
+            )
         self.rounds.check("local_steps")
         if self.gradients == "batched":
             raise ValueError(
@@ -199,11 +193,7 @@ class Config(Settings):
             )
 
     def _fits_ddp(self) -> None:
-        """Refuse settings that DistributedDataParallel, or the hook, does not support.
-
-        Raises:
-            ValueError: with the reason, or with the engine that supports it.
-        """
+        """Refuse settings that DistributedDataParallel, or the hook, does not support."""
         if self.workers < 2:
             raise ValueError("engine ddp with one worker has nothing to exchange: use --workers 2")
         if self.on_nonfinite == "skip":
@@ -335,11 +325,7 @@ OUTER = ("outer_lr", "outer_momentum", "outer_nesterov", "fragments", "blend")
 def _check_local_steps(
     method: Compressor, name: str, carried: Memory, settings: Mapping[str, Any]
 ) -> None:
-    """Refuse, with local steps, a memory or method that works for gradients only.
-
-    Raises:
-        UsageError: with what to use instead.
-    """
+    """Refuse, with local steps, a memory or method that works for gradients only."""
     if carried.has_momentum:
         raise UsageError(
             f"memory {name!r} applies a momentum to gradients, and local_steps exchange "
@@ -356,11 +342,7 @@ def _check_local_steps(
 def _leave_momentum_to_memory(
     name: str, values: dict[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Set the optimizer's momentum in `values` to 0, because the memory `name` applies one.
-
-    Raises:
-        UsageError: the user gave a momentum, or the optimizer is not SGD.
-    """
+    """Set the optimizer's momentum to 0, because the memory `name` applies one."""
     if settings.get("momentum"):
         raise UsageError(
             f"momentum {settings['momentum']} with memory {name!r}, which applies one: leave "
@@ -379,13 +361,7 @@ def _leave_momentum_to_memory(
 def _leave_update_to_rule(
     method: Compressor, values: dict[str, Any], settings: Mapping[str, Any]
 ) -> None:
-    """Set the optimizer in `values` to plain SGD, which applies the update rule's direction.
-
-    With local steps that is the outer optimizer.
-
-    Raises:
-        UsageError: the user gave another optimizer, or a momentum.
-    """
+    """Set the (outer) optimizer to plain SGD, which applies the update rule's direction."""
     local = bool(values.get("local_steps"))
     keys = ("outer_momentum", "outer_nesterov") if local else ("momentum", "nesterov")
     wrong = [f"{key} {settings[key]}" for key in keys if settings.get(key)]
@@ -495,9 +471,8 @@ def versions() -> dict[str, str]:
             result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return result | {
-        "torch": torch.__version__
-    }  # with the CUDA version, which package metadata may lack
+    # With the CUDA version, which package metadata may lack.
+    return result | {"torch": torch.__version__}
 
 
 def machine() -> dict[str, Any]:
@@ -635,12 +610,6 @@ def _word(value: Any) -> str:
     if isinstance(value, list):
         return "/".join(map(str, value)) or "null"
     return "null" if value is None else str(value)
-
-
-def nominal_ratio(method: Compressor) -> float | None:
-    """Return 32 / the bits per element stated by the method's source; None if it states none."""
-    bits = method.claims.nominal_bits
-    return None if bits is None else 32 / bits
 
 
 def failed(config: Config, run: RunFolder, error: DivergedError) -> dict[str, Any]:

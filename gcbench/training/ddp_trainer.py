@@ -252,10 +252,9 @@ class _Counting(TorchDispatchMode):
             size = self.world.size
             traffic = self.world.traffic[0]
             for tensor in args[0]:
-                nbytes = tensor.numel() * tensor.element_size()
-                traffic.payload_up += nbytes
-                traffic.payload_down += nbytes
-                traffic.wire += 2 * (size - 1) / size * nbytes
+                traffic.payload_up += tensor.nbytes
+                traffic.payload_down += tensor.nbytes
+                traffic.wire += 2 * (size - 1) / size * tensor.nbytes
         elif func.namespace == "c10d":
             raise UsageError(f"a hook called {func}, whose bytes cannot be counted")
         return func(*args, **(kwargs or {}))

@@ -161,10 +161,7 @@ def _store(member: Rank, timeout: timedelta) -> Store:
 
 
 def _require_agent(member: Rank) -> None:
-    """Raise PeerLostError if torchrun's agent, which hosts the store, has ended.
-
-    Otherwise torch would try to connect until the timeout.
-    """
+    """Raise PeerLostError if torchrun's agent has ended: torch would try until the timeout."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -248,30 +245,22 @@ def _be_worker(member: Rank, config: Config, run: Run, options: Options) -> None
 
 
 def _options_to_json(options: Options) -> dict[str, Any]:
-    plain = {
-        name: getattr(options, name)
-        for name in ("checkpoint_seconds", "progress", "sinks", "threads", "after")
-    }
-    look, plan, data = options.on_bucket, options.capture, options.data_dir
-    return plain | {
+    look, data = options.on_bucket, options.data_dir
+    return asdict(options) | {
         "data_dir": None if data is None else str(data),
         "on_bucket": None if look is None else launch.name_of(look),
-        "capture": None if plan is None else asdict(plan),
     }
 
 
 def _options_from_json(options: dict[str, Any]) -> Options:
     look, plan, data = options["on_bucket"], options["capture"], options["data_dir"]
-    return Options(
-        data_dir=None if data is None else Path(data),
-        checkpoint_seconds=options["checkpoint_seconds"],
-        progress=options["progress"],
-        on_bucket=None if look is None else launch.named(look),
-        capture=None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
-        sinks=tuple(options["sinks"]),
-        threads=options["threads"],
-        after=options["after"],
-    )
+    converted = {
+        "data_dir": None if data is None else Path(data),
+        "on_bucket": None if look is None else launch.named(look),
+        "capture": None if plan is None else captures.Plan(tuple(plan["steps"]), plan["layers"]),
+        "sinks": tuple(options["sinks"]),
+    }
+    return Options(**options | converted)
 
 
 def _train(member: Rank, config_json: str, folder: str, options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -74,15 +74,6 @@ def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
     return result
 
 
-def read(path: Path, flag: str = "--config") -> dict[str, Any]:
-    """Return the mapping in a YAML file; empty for an empty file.
-
-    Raises:
-        UsageError: no such file, not YAML, or not a mapping; the message begins with `flag`.
-    """
-    return settings_file.read(path, flag, "steps: 100")
-
-
 def choices(key: str, value: Any) -> list[Any]:
     """Return the alternatives of one setting: those of a list, or a single value.
 
@@ -113,19 +104,6 @@ def _product(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _size(*settings: Mapping[str, Any]) -> int:
     """Return the number of points of the grid, including equal ones."""
     return math.prod(len(choices(key, values)) for each in settings for key, values in each.items())
-
-
-def _memory(point: Mapping[str, Any]) -> str:
-    """Return the memory of one point of the grid: the one it sets, or its method's default.
-
-    Raises:
-        UsageError: an unknown memory.
-    """
-    name = point.get("memory")
-    if name in (None, "auto"):
-        name = registry.compressor_class(str(point.get("compressor", "terngrad"))).memory
-    registry.memory_class(name)  # raises UsageError for an unknown name
-    return str(name)
 
 
 def method(spec: str) -> tuple[str, dict[str, Any]]:
@@ -179,7 +157,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     Raises:
         UsageError: see `Config.make`; or a field that no compressor (task, memory) of the grid has.
     """
-    settings = read(file) if file else {}
+    settings = settings_file.read(file) if file else {}
     for key in NESTED:
         fields = settings.get(key) or {}
         if not isinstance(fields, dict):
@@ -196,24 +174,14 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
     limits.check_grid(_size(settings, *nested.values()))
     points: list[tuple[Fields, Fields]] = []  # with the fields in the compressor's spec
     for point in _product(settings):
-        if methods:
-            name, fields = methods[point["compressor"]]
-            points.append(({**point, "compressor": name}, fields))
-        else:
-            points.append((point, {}))
-    owners: dict[str, Callable[[Fields], tuple[str, Mapping[str, Any]]]] = {
-        "options": lambda point: _owner(point, "compressor", "terngrad", registry.compressor_class),
-        "task_options": lambda point: _owner(point, "task", "digits", registry.task_class),
-        "memory_options": lambda point: _owner(
-            {"memory": _memory(point)}, "memory", "", registry.memory_class
-        ),
-    }
+        name, fields = methods[point["compressor"]] if methods else ("", {})
+        points.append(({**point, "compressor": name} if methods else point, fields))
     for key, fields in nested.items():
-        _check_owned(key, fields, dict(owners[key](point) for point, _ in points))
+        _check_owned(key, fields, dict(_owner(key, point) for point, _ in points))
     configs: dict[str, Config] = {}
     for point, brought in points:
         alternatives = [
-            _product({k: v for k, v in fields.items() if k in owners[key](point)[1]})
+            _product({k: v for k, v in fields.items() if k in _owner(key, point)[1]})
             for key, fields in nested.items()
         ]
         for combination in itertools.product(*alternatives):
@@ -225,11 +193,7 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
 
 
 def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]:
-    """Return the names and fields of the compressors of a grid, by their specs.
-
-    Raises:
-        UsageError: a field is also in `options`.
-    """
+    """Return the names and fields of the compressors of a grid, by their specs."""
     if "compressor" not in settings:
         return {}
     specs = settings["compressor"] = [
@@ -242,12 +206,18 @@ def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]
     return methods
 
 
-def _owner(
-    point: Fields, key: str, default: str, load: Callable[[str], type]
-) -> tuple[str, Mapping[str, Any]]:
+def _owner(key: str, point: Fields) -> tuple[str, Mapping[str, Any]]:
     """Return the name of a point's compressor (task, memory) and the fields that it has."""
-    name = str(point.get(key, default))
-    return name, registry.fields(load(name))
+    if key == "task_options":
+        name = str(point.get("task", "digits"))
+        return name, registry.fields(registry.task_class(name))
+    name = str(point.get("compressor", "terngrad"))
+    if key == "options":
+        return name, registry.fields(registry.compressor_class(name))
+    memory = point.get("memory")
+    if memory in (None, "auto"):
+        memory = registry.compressor_class(name).memory
+    return str(memory), registry.fields(registry.memory_class(str(memory)))
 
 
 def _check_owned(key: str, fields: Fields, owners: Mapping[str, Mapping[str, Any]]) -> None:

@@ -22,20 +22,17 @@ CONFIGURATIONS = 2000
 """Maximum runs of a grid."""
 
 
-def _refuse(asked: str, limit: str, *, insist: bool = True) -> UsageError:
-    how = f"; set {INSIST}=1 in the environment to lift the limit" if insist else ""
-    return UsageError(f"{asked}: at most {limit}{how}")
-
-
-def insisted() -> bool:
-    """Return whether the user lifted the limits."""
-    return os.environ.get(INSIST) == "1"
+def _check(asked: str, count: int, limit: int, what: str) -> None:
+    if count > limit and os.environ.get(INSIST) != "1":
+        raise UsageError(
+            f"{asked}: at most {limit} {what}; set {INSIST}=1 in the environment to lift the limit"
+        )
 
 
 def check_threads(threads: int) -> None:
     """Raise UsageError for more threads than libraries support."""
     if threads > THREADS:
-        raise _refuse(f"--threads {threads}", f"{THREADS} threads", insist=False)
+        raise UsageError(f"--threads {threads}: at most {THREADS} threads")
 
 
 def check_workers(workers: int, *, processes: bool, cores: int) -> None:
@@ -43,15 +40,12 @@ def check_workers(workers: int, *, processes: bool, cores: int) -> None:
 
     `processes`: whether each worker is a process on this machine; otherwise they are simulated.
     """
-    limit = PROCESSES_A_CORE * cores if processes else SIMULATED
-    if workers > limit and not insisted():
-        what = (
-            f"{limit} processes on {cores} core(s)" if processes else f"{limit} simulated workers"
-        )
-        raise _refuse(f"--workers {workers}", what)
+    limit, what = SIMULATED, "simulated workers"
+    if processes:
+        limit, what = PROCESSES_A_CORE * cores, f"processes on {cores} core(s)"
+    _check(f"--workers {workers}", workers, limit, what)
 
 
 def check_grid(count: int) -> None:
     """Raise UsageError for a grid of more than CONFIGURATIONS runs."""
-    if count > CONFIGURATIONS and not insisted():
-        raise _refuse(f"a grid of {count} configurations", f"{CONFIGURATIONS} of them")
+    _check(f"a grid of {count} configurations", count, CONFIGURATIONS, "of them")

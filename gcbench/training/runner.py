@@ -6,6 +6,7 @@ import json as jsonlib
 import shlex
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,40 +41,33 @@ def _raise_if_failed(summary: Mapping[str, Any], where: str) -> None:
         raise DivergedError(f"{failed['reason']} ({where})", failed["step"])
 
 
+@dataclass
 class Runner:
     """Runs configs sequentially, each in its folder below `results`."""
 
-    def __init__(
-        self,
-        results: Path,
-        data_dir: Path | None,
-        checkpoint_seconds: float,
-        progress: Mode,
-        *,
-        force: bool,
-        capture: captures.Plan | None = None,
-        sink_names: tuple[str, ...] = (),
-        rows_files: Sequence[Path] = (),
-        suite: str = "",
-        show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None,
-    ) -> None:
-        """Store the settings of all runs.
-
-        `capture`: the gradients to store; `sink_names`: the sinks that receive the records; `show`
-        prints the summaries of finished runs. `rows_files`: files of rows
-        (`gcbench.results.rows`); runs with a row in one of them are skipped, and each finished run
-        adds a row to the first, labeled with `suite`, name/version.
-        """
-        self.results, self.data_dir, self.force = results, data_dir, force
-        self.checkpoint_seconds, self.progress = checkpoint_seconds, progress
-        self.capture, self.sink_names = capture, sink_names
-        self.rows_files, self.suite, self.show = tuple(rows_files), suite, show
-        self.stale: set[str] = set()
-        """The hashes of configs to repeat by `force`, which still have earlier results."""
-        self.flagged: set[str] = set()
-        """Printed messages about runs whose update rule differs from their method's."""
-        self.after = 0
-        """The total steps of the remaining runs."""
+    results: Path
+    data_dir: Path | None
+    checkpoint_seconds: float
+    progress: Mode
+    _: KW_ONLY
+    force: bool
+    capture: captures.Plan | None = None
+    """The gradients to store."""
+    sink_names: tuple[str, ...] = ()
+    """The sinks that receive the records."""
+    rows_files: Sequence[Path] = ()
+    """Files of rows (`gcbench.results.rows`). Runs with a row in one of them are skipped; each
+    finished run adds a row to the first."""
+    suite: str = ""
+    """The label of added rows, name/version."""
+    show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None
+    """Prints the summaries of finished runs."""
+    stale: set[str] = field(default_factory=set, init=False)
+    """The hashes of configs to repeat by `force`, which still have earlier results."""
+    flagged: set[str] = field(default_factory=set, init=False)
+    """Printed messages about runs whose update rule differs from their method's."""
+    after: int = field(default=0, init=False)
+    """The total steps of the remaining runs."""
 
     def all(self, configs: Sequence[Config], *, json: bool) -> None:
         """Run all configs of a grid, like `work`, after checking their devices and limits."""
@@ -91,10 +85,7 @@ class Runner:
         self.work(each(configs), len(configs), json=json)
 
     def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
-        """Return the rows of runs to skip, with their files, by config hash.
-
-        If two rows have the same config, the first counts.
-        """
+        """Return the rows of runs to skip, with their files, by config hash; the first counts."""
         stored: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):
@@ -214,11 +205,7 @@ class Runner:
             raise failures[0]
 
     def _in_environment(self, config: Config) -> Config:
-        """Return the config with engine torchrun under torchrun, unless its engine is ddp.
-
-        Raises:
-            UsageError: engine torchrun was requested, but torchrun did not start this process.
-        """
+        """Return the config with engine torchrun under torchrun, unless its engine is ddp."""
         if not rank.by_torchrun():
             if config.engine == "torchrun":
                 raise UsageError(

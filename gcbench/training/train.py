@@ -43,11 +43,9 @@ from gcbench.core.task import Split, Task
 from gcbench.core.values import finite as or_none
 from gcbench.core.world import World
 from gcbench.results.schema import SCHEMA
-from gcbench.training import captures, configuration, preflight, sinks
-from gcbench.training.adversaries import attack
+from gcbench.training import captures, preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
-from gcbench.training.evaluation import evaluate
 from gcbench.training.examples import Batches, hold_out
 from gcbench.training.store import Run
 from gcbench.training.updates import (
@@ -69,6 +67,8 @@ MODERATE = 2.0**100
 """Sums of gradients below this do not overflow for any number of workers."""
 CHECK_EVERY = 50
 """Steps between comparisons of the replicas of several processes."""
+MISFITS = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""Errors of restoring a checkpoint of another run."""
 
 
 @dataclass
@@ -88,6 +88,19 @@ class Options:
     """Threads per worker of the original run, for a resumed run; None: those of the config."""
     after: int = 0
     """The total steps of the following runs, to estimate the remaining time."""
+
+
+def attack(gradient: Tensor, kind: str, key: Key) -> None:
+    """Replace what a worker sends, float32, shape (n,), by an attack, in place.
+
+    flip: -x; random: each x_j times a number uniform on [-1, 1), addressed by `key`; scale: -100 x.
+    All are blind multiplicative adversaries (Bernstein et al., ICLR 2019, arXiv:1810.05291,
+    definition 1): factors do not depend on the gradients.
+    """
+    if kind == "random":
+        gradient *= ops.random.uniform(key, gradient.numel(), gradient.device).mul_(2).sub_(1)
+    else:
+        gradient *= -100.0 if kind == "scale" else -1.0
 
 
 def _share_parameters(replica: nn.Module, model: nn.Module) -> nn.Module:
@@ -124,7 +137,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World, run: Run, options: Options) -> None:
         self.config, self.world, self.run, self.options = config, world, run, options
-        self.observer: progress.Observer = progress.Silent()
+        self.observer: progress.Observer = progress.Observer()
         self.sinks: sinks.Sinks | None = None
         ops.use(config.backend)
         self.device = world.device
@@ -239,18 +252,12 @@ class Trainer:
 
     def _optimizer(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
         config = self.config
-        update = config.decay == "update"
-        groups = [
-            {
-                "params": [p for p, on in zip(parameters, self.decayed, strict=True) if on],
-                "weight_decay": config.weight_decay if update else 0.0,
-            },
-            {
-                "params": [p for p, on in zip(parameters, self.decayed, strict=True) if not on],
-                "weight_decay": 0.0,
-            },
-        ]
-        groups = [group for group in groups if group["params"]]
+        rate = config.weight_decay if config.decay == "update" else 0.0
+        groups = []
+        for decayed in (True, False):
+            chosen = [p for p, on in zip(parameters, self.decayed, strict=True) if on == decayed]
+            if chosen:
+                groups.append({"params": chosen, "weight_decay": rate if decayed else 0.0})
         if config.optimizer in ("adam", "adamw"):
             adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
             return adam(groups, lr=config.lr, betas=config.betas, eps=config.eps)
@@ -360,11 +367,7 @@ class Trainer:
     # -- faults ------------------------------------------------------------------------------------
 
     def _all_finite(self, buckets: list[Tensor], what: str = "gradient") -> bool:
-        """Return whether all local buckets are finite, or with on_nonfinite=skip all workers'.
-
-        Raises:
-            DivergedError: a bucket is not finite, and on_nonfinite=stop.
-        """
+        """Return whether all buckets are finite, with on_nonfinite=skip those of all workers."""
         bad = [not all_finite(bucket) for bucket in buckets]
         if self.config.on_nonfinite == "skip":
             flags = [torch.tensor([float(b)], device=self.device) for b in bad]
@@ -383,13 +386,7 @@ class Trainer:
     def _check_mean(
         self, mean: Tensor, buckets: Sequence[Tensor], which: slice = slice(None)
     ) -> None:
-        """Check that the mean of finite gradients of moderate magnitude is finite.
-
-        `which`: the range of their parameters.
-
-        Raises:
-            DivergedError: it is not; the message names the method and the layer.
-        """
+        """Raise DivergedError if the mean of finite, moderate gradients is not finite."""
         if all_finite(mean):
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
@@ -404,11 +401,7 @@ class Trainer:
         )
 
     def _check_replicas(self, digest: Callable[[], str]) -> None:
-        """Compare the parameters of all processes by `digest`, a function of them.
-
-        Raises:
-            GcbenchError: they differ; the message names the workers in the minority.
-        """
+        """Compare a digest of the parameters of all processes; GcbenchError names the minority."""
         digests = self.world.collect([digest()] * len(self.world.ranks))
         if len(set(digests)) > 1:
             most = max(digests, key=digests.count)  # a tie goes to the lowest rank
@@ -500,10 +493,7 @@ class Trainer:
                 parameter.grad = None
 
     def _apply(self, mean: Tensor) -> None:
-        """Update the parameters with this step's mean.
-
-        With a delay, use the mean of the previous step, and after the last step both.
-        """
+        """Apply this step's mean; with a delay the previous one, and after the last step both."""
         due = [mean]
         if self.config.delay:
             last = self.step == self.config.steps - 1
@@ -524,9 +514,8 @@ class Trainer:
         """Broadcast worker 0's parameters, which are equal already, to count the bytes."""
         flat = torch.cat([parameter.detach().view(-1) for parameter in self.parameters])
         pieces = torch.split(self.world.broadcast(flat), self.sizes)
-        with torch.no_grad():
-            for parameter, piece in zip(self.parameters, pieces, strict=True):
-                parameter.copy_(piece.view_as(parameter))
+        views = [x.view_as(p) for p, x in zip(self.parameters, pieces, strict=True)]
+        restore(self.parameters, views)
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -545,14 +534,32 @@ class Trainer:
         return results
 
     def _evaluate_split(self, split: Split, name: str) -> dict[str, float | None]:
-        """Return the metrics of `evaluation.evaluate` at the common or averaged parameters."""
+        """Return the split's accuracy (None if the task has none), loss and further metrics."""
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.average.values or self.local:
             values = self.average.values or [parameter.detach() for parameter in self.parameters]
             by_name = dict(zip(self.names, values, strict=True))
             for parameter_name, parameter in model.named_parameters():
                 parameter.data = by_name[parameter_name]
-        return evaluate(self.task, model, split, name, self.device)
+        task, size, count = self.task, self.task.evaluation_batch, len(split)
+        right, loss, has_accuracy = 0, 0.0, True
+        further: dict[str, float] = {}
+        with torch.no_grad():
+            for start in range(0, count, size):
+                indices = torch.arange(start, min(start + size, count), device=self.device)
+                inputs, targets = task.batch(split, indices, None)
+                outputs = model(inputs)
+                loss += float(task.loss(outputs, targets)) * len(indices)
+                correct = task.correct(outputs, targets)
+                has_accuracy = has_accuracy and correct is not None
+                right += int(correct.sum()) if correct is not None else 0
+                for metric, each in task.metrics(outputs, targets).items():
+                    further[metric] = further.get(metric, 0.0) + float(each.sum())
+        return {
+            f"{name}_accuracy": right / count if has_accuracy else None,
+            f"{name}_loss": or_none(loss / count),
+            **{f"{name}_{metric}": or_none(total / count) for metric, total in further.items()},
+        }
 
     # -- the run -----------------------------------------------------------------------------------
 
@@ -633,7 +640,8 @@ class Trainer:
                 self._check_replicas(self._checksum)
             if done or (config.eval_every and self.step % config.eval_every == 0):
                 self._check_replicas(self.parameter_hash)
-                last_eval = self._evaluate_once(last=done)
+                mine = self.evaluate(last=done) if self.leads else {}
+                last_eval = self.world.collect([mine] * len(self.world.ranks))[0]
                 self._record("eval", last_eval)
             pause = "" if done else self._pause(time.monotonic() - saved, stop())
             if pause:
@@ -643,16 +651,8 @@ class Trainer:
                 raise Interrupted(f"stopped after step {self.step} of {config.steps}")
         return last_eval
 
-    def _evaluate_once(self, *, last: bool) -> dict[str, float | None]:
-        """Evaluate in the process of worker 0, and return the result in all processes."""
-        result = self.evaluate(last=last) if self.leads else {}
-        return self.world.collect([result] * len(self.world.ranks))[0]
-
     def _pause(self, since_saved: float, asked: bool) -> str:
-        """Return "save", "stop" or "" as worker 0 decides, the same on every worker.
-
-        `since_saved`: seconds since the last checkpoint; `asked`: whether the user interrupted.
-        """
+        """Return "save", "stop" or "" as worker 0 decides, the same on every worker."""
         if len(self.world.ranks) < self.world.size and self.step % AGREE_EVERY:
             return ""
         late = since_saved > self.options.checkpoint_seconds
@@ -699,9 +699,7 @@ class Trainer:
             return
         try:
             self._restore(state)
-        except (
-            *(AttributeError, LookupError, TypeError, ValueError, RuntimeError, UsageError),
-        ) as error:
+        except (*MISFITS, UsageError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise GcbenchError(
                 f"{self.run.folder}/checkpoint.pt does not match this run "
@@ -753,6 +751,7 @@ class Trainer:
         down = sum(t.payload_down for t in traffic) / world.size
         wire = sum(t.wire for t in traffic)
         dense = 4.0 * self.total * (config.steps - self.skipped)
+        bits = self.compressor.claims.nominal_bits
         medians = self.clock.medians(config.local_steps or 1)
         simulated = config.engine == "simulate"
         phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
@@ -783,7 +782,7 @@ class Trainer:
             "payload_bytes_up": round(up),
             "payload_bytes_down": round(down),
             "wire_bytes": {"per_worker": round(wire / world.size), "total": round(wire)},
-            "nominal_ratio": configuration.nominal_ratio(self.compressor),
+            "nominal_ratio": None if bits is None else 32 / bits,
             "payload_ratio_up": dense / up if up else None,
             "payload_ratio_down": dense / down if down else None,
             "phase_seconds": phases,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,16 +134,13 @@ class Average:
             average.lerp_(parameter.detach(), 1 - decay)
 
 
+@dataclass
 class LocalSteps:
     """One worker's copy of the common parameters, and the optimizer of its steps on it."""
 
-    def __init__(
-        self,
-        common: Sequence[nn.Parameter],
-        parameters: Sequence[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self.common, self.parameters, self.optimizer = common, parameters, optimizer
+    common: Sequence[nn.Parameter]
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer
 
     @torch.no_grad()
     def difference(self, out: Tensor) -> None:

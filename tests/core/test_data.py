@@ -264,14 +264,10 @@ def test_server_that_does_not_answer(server: Server, monkeypatch: pytest.MonkeyP
             data.get("mnist")
 
 
-def test_a_named_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(GcbenchError, match=r"cannot be stored in .*with --data-dir or GCBENCH_D"):
         data.get("mnist", tmp_path / "file")
-
-
-def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
     monkeypatch.setenv("GCBENCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(GcbenchError, match=r"cannot be stored in .*GCBENCH_CACHE"):
         data.get("mnist")

@@ -232,14 +232,6 @@ def test_the_last_layer_is_named_as_the_models_parameters_are(tied, bias, last):
     assert [name for name, selected in zip(names, dense, strict=True) if selected] == last
 
 
-def test_merge_by_decoding_and_encoding_again(simulated, clock):
-    """The default parameter server: a lossless method loses nothing on its way through it."""
-    xs = integers(3, 2 * TILE + 5)
-    mean, world = run(simulated, clock, Sparse(), "twoshot", xs)
-    torch.testing.assert_close(mean, sum(xs) / 3)
-    assert world.traffic[0].payload_down > 0
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 5000])
 def test_shard_bounds_cover_everything_in_whole_tiles(workers, n):

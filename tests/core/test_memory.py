@@ -331,16 +331,6 @@ def test_masking_is_left_out_where_nothing_is_lost():
     assert memory.for_method(Residual(), whole) == Residual()
 
 
-def test_error_feedback_around_terngrad_piles_up_when_forced(simulated, clock):
-    """Why it is refused: the residual grows to ten times the gradient within 60 steps."""
-    method = gcbench.get_compressor("terngrad", clip=0)
-    created = exchange(simulated, clock, method, "allgather", Residual(), 1, 1000)
-    grads = gradients(60, 1, 1000)
-    for step in range(60):
-        created.mean(list(grads[step]), step)
-    assert float(carried(created, "residual")[0].norm()) > 8 * float(grads[-1].norm())
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -407,25 +397,6 @@ def test_ef21_converges_where_nothing_else_of_topk_does(simulated, clock):
     assert min(left["residual"], left["none"]) > 0.3
 
 
-def test_the_average_of_ef21_removes_the_noise_that_ef21_adds(simulated, clock):
-    """Gradients with noise of 10 times their size: the error of what is applied, last 100 of 400.
-
-    EF21 sends changes of noisy gradients, and its estimate keeps their noise; with eta = .05 the
-    noise is averaged first, and the error must be less than a third.
-    """
-    generator = torch.Generator().manual_seed(5)
-    exact, left = torch.randn(400, generator=generator), {}
-    noise = 10 * torch.randn(400, 2, 400, generator=generator)
-    for eta in (1.0, 0.05):
-        created = exchange(simulated, clock, Largest(0.1), "allgather", Ef21(eta), 2, 400)
-        errors = [
-            float((created.mean(list(exact + noise[step]), step) - exact).norm() / exact.norm())
-            for step in range(400)
-        ]
-        left[eta] = sum(errors[-100:]) / 100
-    assert left[0.05] < left[1.0] / 3
-
-
 def test_ef21_does_not_follow_the_learning_rate(simulated, clock):
     """An estimate of the gradient stays one when the rate changes, on owners, too."""
     fixed = list(gradients(1, 3, 2100)[0])
@@ -435,21 +406,6 @@ def test_ef21_does_not_follow_the_learning_rate(simulated, clock):
             created = exchange(simulated, clock, Largest(), collective, Ef21(), 3, 2100)
             means.append([created.mean(fixed, s, lr).clone() for s, lr in enumerate(rates)])
         assert all(torch.equal(a, b) for a, b in zip(*means, strict=True))
-
-
-def test_a_broken_ef21_is_not_the_definition(simulated, clock):
-    """What the tests above would see: a worker that forgets to add what it sent."""
-
-    class Forgetful(Ef21):
-        def keep(self, offered, sent, ctx):
-            pass
-
-    fixed = list(gradients(1, 3, 400)[0])
-    created = exchange(simulated, clock, Largest(0.1), "allgather", Forgetful(), 3, 400)
-    for step in range(60):
-        applied = created.mean(fixed, step)
-    exact = torch.stack(fixed).mean(0)
-    assert float((applied - exact).norm() / exact.norm()) > 1
 
 
 def test_ef21_wants_a_mean_and_a_contraction():

@@ -247,13 +247,6 @@ def test_masks_differ_between_layers_seeds_steps_and_workers() -> None:
             assert abs((mask == other).sum().item() - 500) < 5 * math.sqrt(250)
 
 
-def test_draws_of_later_layers_are_the_same_on_every_backend() -> None:
-    far = KEY._replace(stream=purposes.DROPOUT, offset=3 << 40)
-    draws = ops.random.uniform(far, 3000)
-    assert torch.equal(ops.random.uniform(far, 3000), draws)
-    assert not torch.equal(ops.random.uniform(far._replace(offset=2 << 40), 3000), draws)
-
-
 @pytest.mark.parametrize(
     ("layer", "gradients", "message"),
     [

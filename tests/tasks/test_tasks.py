@@ -445,14 +445,6 @@ def test_resnet_weights_are_hes() -> None:
 # ---- cifar10: images -----------------------------------------------------------------------------
 
 
-def test_crop_takes_the_square_and_mirrors_it() -> None:
-    x = torch.arange(2 * 2 * 5 * 6).view(2, 2, 5, 6)
-    top, left = torch.tensor([1, 0]), torch.tensor([2, 3])
-    cut = cifar10.crop(x, 3, top, left, torch.tensor([False, True]))
-    assert torch.equal(cut[0], x[0, :, 1:4, 2:5])
-    assert torch.equal(cut[1], x[1, :, 0:3, 3:6].flip(2))
-
-
 def test_places_cover_their_range_and_no_more() -> None:
     largest = 1 - 2.0**-24
     draws = torch.tensor([[0.0, largest, 0.0], [largest, 0.0, 0.5], [1 / 9, 0.5, 0.49]])
@@ -494,24 +486,6 @@ def test_cifarnet_augmentation_is_the_one_described() -> None:
         result.double(), torch.from_numpy(np.stack(expected)), rtol=1e-4, atol=1e-4
     )
     assert result[1].std() < 0.9
-
-
-def test_brightness_and_contrast_act_on_each_channel() -> None:
-    x = torch.tensor([[[[0.0, 0.4]], [[0.6, 1.0]]]])
-    y = cifar10.distort(x, torch.tensor([0.1]), torch.tensor([0.5]))
-    torch.testing.assert_close(y, torch.tensor([[[[0.2, 0.4]], [[0.8, 1.0]]]]))
-
-
-def test_standardized_images_have_mean_zero_and_deviation_one() -> None:
-    task = registry.task("cifar10")
-    split = split_of(task)
-    for key in (KEY, None):
-        x = task.batch(split, torch.arange(64), key).inputs
-        assert x.shape == (64, 3, 24, 24)
-        torch.testing.assert_close(x.mean((1, 2, 3)), torch.zeros(64), rtol=0, atol=1e-5)
-        torch.testing.assert_close(x.std((1, 2, 3), correction=0), torch.ones(64))
-    flat = Split(torch.full((1, 3, 32, 32), 9, dtype=torch.uint8), torch.zeros(1))
-    assert (task.batch(flat, torch.tensor([0]), None).inputs.abs() < 1e-5).all()
 
 
 def test_evaluation_takes_the_centre() -> None:

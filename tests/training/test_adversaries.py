@@ -13,7 +13,7 @@ import gcbench
 from gcbench.core import codec
 from gcbench.core.compressor import Context, Key, Segments
 from gcbench.core.errors import UsageError
-from gcbench.training import adversaries, train
+from gcbench.training import train
 from gcbench.training.configuration import Config
 
 
@@ -49,7 +49,7 @@ def test_random_factors_are_uniform_and_have_an_address():
     draws = []
     for key in (Key(0, 0, 1), Key(0, 0, 1), Key(0, 1, 1), Key(0, 0, 2), Key(1, 0, 1)):
         draws.append(x.clone())
-        adversaries.attack(draws[-1], "random", key)
+        train.attack(draws[-1], "random", key)
     assert torch.equal(draws[0], draws[1])
     assert not any(torch.equal(draws[0], other) for other in draws[2:])
     assert -1 <= float(draws[0].min()) < -0.999

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from builders import summary_of
 from commands import ROOT, invoke
 
 from gcbench.core.errors import UsageError
@@ -125,20 +126,11 @@ def stored(
     trials, final = follow(suite, judge, settings)
     results = []
     for config in filter(included, (*trials, *final)):
-        shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
         value = judge(config) + config.seed / 1000
         split = "test" if config.test else "validation"
-        summary = {
-            "schema": 1,
-            **{key: getattr(config, key) for key in shown},
-            "compressor": str(config.make_compressor()),
-            "compressor_name": config.compressor,
-            **{f"{split}_accuracy": value, f"{split}_loss": 1.0, "test_examples": 10**6},
-            **{"payload_bytes_up": 8.0, "payload_bytes_down": 8.0, "payload_ratio_up": 2.0},
-            "wire_bytes": {"per_worker": 8.0},
-            "config": config.model_dump(mode="json"),
-            "config_hash": config.hash,
-        }
+        accuracy = {f"{split}_accuracy": value, f"{split}_loss": 1.0, "test_examples": 10**6}
+        sizes = {"payload_ratio_up": 2.0, "config_hash": config.hash}
+        summary = summary_of(config, **accuracy, **sizes)
         results.append(rows.row(summary, [], ""))
     rows.write(path, results)
 
@@ -276,15 +268,7 @@ def test_a_published_loss_stands_beside_ours(tmp_path: Path) -> None:
     (published,) = {p.published.loss for p in nanogpt.points() if p.published is not None}
     assert published == 1.88
     point = next(p for p in nanogpt.points() if p.published is not None)
-    config = point.config
-    shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "seed")
-    summary = {
-        "schema": 1,
-        **{key: getattr(config, key) for key in shown},
-        **{"compressor": "NoCompression()", "compressor_name": "none", "test_loss": 1.9},
-        **{"payload_bytes_up": 8.0, "payload_bytes_down": 8.0, "wire_bytes": {"per_worker": 8.0}},
-        "config": config.model_dump(mode="json"),
-    }
+    summary = summary_of(point.config, test_loss=1.9)
     path = tmp_path / "row.json"
     path.write_text(json.dumps(summary))
     (row,) = invoke("compare", path, "--suite", "nanogpt", "--json").json

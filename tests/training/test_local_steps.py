@@ -13,7 +13,6 @@ from gcbench.training import configuration, engines
 from gcbench.training.configuration import Config
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
-from gcbench.training.updates import LocalSteps
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -255,21 +254,7 @@ def test_a_checkpoint_without_what_a_worker_had_is_refused(tmp_path, simulated, 
         created.local[1].load_state(states[1])
 
 
-def test_a_checkpoint_that_forgets_the_workers_would_be_seen(tmp_path, simulated, monkeypatch):
-    """The test above can fail: resumed with the common parameters alone the run ends elsewhere."""
-    monkeypatch.setattr(LocalSteps, "load_state", lambda self, saved: None)
-    with pytest.raises(AssertionError):
-        test_a_crash_inside_a_round_loses_nothing(tmp_path, simulated, "diloco", 7)
-
-
 # ---- names, tables, refusals ---------------------------------------------------------------------
-
-
-def test_the_recorded_command_says_all_of_it():
-    config = Config.make({**SHORT, "local_steps": 5, **DILOCO})
-    message = configuration.command(config)
-    for words in ("--local-steps 5", "--outer-lr 0.7", "--outer-momentum 0.9", "--outer-nesterov"):
-        assert words in message
 
 
 REFUSED = {

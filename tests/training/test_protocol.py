@@ -11,6 +11,7 @@ import crew
 import preloaded
 import pytest
 import torch
+from builders import summary_of
 from commands import ROOT, invoke
 
 from gcbench.core import registry
@@ -351,7 +352,7 @@ def test_a_suite_chooses_rates_and_its_rows_say_so(suite_path, tmp_path):
     suite = suites.load(str(suite_path))
     beside = suite_match.beside(suite, load([file]))
     for point in suite.points({"seed": [0]}):
-        lr = point.choose(beside.tried[point.identity]).lr
+        lr = point.tune.choose(beside.tried[point.identity], point.config.steps).lr
         mine = [o for o in trials if o["compressor_name"] == point.config.compressor]
         best = max(mine, key=lambda o: (o["validation_accuracy"], -o["config"]["lr"]))
         assert best["config"]["lr"] == lr
@@ -528,23 +529,9 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Compar
     result = []
     for name, values in accuracies.items():
         config = Config.make({"compressor": name, "workers": 2})
-        shown = ("task", "workers", "collective", "engine", "gradients", "steps", "batch")
         for seed, value in enumerate(values):
-            result.append(
-                {
-                    "schema": 1,
-                    **{key: getattr(config, key) for key in shown},
-                    "seed": seed,
-                    "compressor": registry.call(config.make_compressor()),
-                    "compressor_name": name,
-                    "test_accuracy": value,
-                    "test_loss": 1.0,
-                    "payload_bytes_up": 8.0,
-                    "payload_bytes_down": 8.0,
-                    "wire_bytes": {"per_worker": 8.0},
-                    "config": config.model_dump(mode="json"),
-                }
-            )
+            more = {"seed": seed, "test_accuracy": value, "test_loss": 1.0}
+            result.append(summary_of(config, **more))
     (tmp_path / "rows.json").write_text(json.dumps(result))
     suite_path = settings.TUNED_KEYS
     results = compare.rows(load([tmp_path / "rows.json"]), choices=suite_path)

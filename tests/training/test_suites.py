@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import summary_of
 from commands import ROOT, invoke
 from test_config import parse
 
@@ -24,7 +25,6 @@ from gcbench.results import rows
 from gcbench.results.reader import load
 from gcbench.training import configuration, resume, suites
 from gcbench.training.configuration import Config
-from gcbench.training.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -60,19 +60,7 @@ def local(tmp_path: Path) -> Path:
 
 def row(config: Config, accuracy: float | None = 0.8, **over: Any) -> dict[str, Any]:
     """Return the summary that a run of this config would have."""
-    selected = ("task", "workers", "collective", "engine", "gradients", "seed", "steps", "batch")
-    return {
-        "schema": 1,
-        **{key: getattr(config, key) for key in selected},
-        "compressor": repr(config.make_compressor()),
-        "compressor_name": config.compressor,
-        "test_accuracy": accuracy,
-        "payload_bytes_up": 1000,
-        "payload_bytes_down": 1000,
-        "wire_bytes": {"per_worker": 2000},
-        "config": config.model_dump(mode="json"),
-        **over,
-    }
+    return summary_of(config, test_accuracy=accuracy, **over)
 
 
 def rows_of(path: Path, *result: dict[str, Any]) -> Path:
@@ -537,14 +525,6 @@ def test_the_report_has_a_section_of_a_suite(tmp_path):
     assert "99.22" in text
     invoke("report", stored, "--output", page)
     assert "99.22" not in page.read_text()
-
-
-def test_a_suite_is_for_the_runner_a_list_of_configs(local, monkeypatch):
-    seen: list[Any] = []
-    monkeypatch.setattr(Runner, "all", lambda self, configs, json: seen.append(list(configs)))
-    invoke("run", "--suite", local, "--results", local.parent)
-    assert seen == [suites.load(str(local)).configs({})]
-    assert all("suite" not in config.model_dump() for config in seen[0])
 
 
 # ---- the controls --------------------------------------------------------------------------------

@@ -112,16 +112,6 @@ def test_moving_average_by_hand(trainer):
         torch.testing.assert_close(a.detach(), b, rtol=1e-4, atol=1e-6)
 
 
-def test_schedules():
-    poly = Config.make({"lr": 0.1, "steps": 100, "schedule": "poly", "schedule_power": 0.5})
-    assert [poly.lr_at(t) for t in (0, 75)] == pytest.approx([0.1, 0.05])
-    for marks in ([50, 80], [0.5, 0.8]):
-        step = Config.make({"lr": 1.0, "steps": 100, "schedule": "step", "schedule_steps": marks})
-        assert [step.lr_at(t) for t in (49, 50, 80)] == pytest.approx([1.0, 0.1, 0.01])
-    flat = Config.make({"lr": 0.3, "steps": 9, "schedule": "constant"})
-    assert flat.lr_at(0) == flat.lr_at(8) == 0.3
-
-
 def test_dense_last_layer_keeps_its_bytes(tmp_path):
     """The classifier in fp32, all else at 2 bits: the bytes say which tensors went where."""
     common = {"task": "digits", "compressor": "terngrad", "workers": 2, "steps": 2}

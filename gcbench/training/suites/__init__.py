@@ -30,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from gcbench.core import registry, schedule
+from gcbench.core import registry, schedule, settings_file
 from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.core.values import canonical, text
 from gcbench.results import rows
@@ -39,7 +39,7 @@ from gcbench.results.suites import FOLDER
 from gcbench.results.suites import names as names
 from gcbench.training import grid
 from gcbench.training.configuration import Config
-from gcbench.training.suites.tuning import Choice, Decision, Trial, Tune, decide_among, quality
+from gcbench.training.suites.tuning import Trial, Tune, decide_among, quality
 
 ROWS = Path("results/reference")
 """Folder of the committed rows of suites, NAME.parquet."""
@@ -110,20 +110,6 @@ class Point:
     def identity(self) -> str:
         """The key of runs that differ only in FREE settings (or in a tuned rate)."""
         return canonical(self.resolved)
-
-    def trial(self, trial: Trial) -> Config:
-        """Return the run of a trial."""
-        assert self.tune is not None, "a point without a rule has no trials"
-        return self.tune.trial(self.config, trial)
-
-    def choose(self, tried: Mapping[Trial, float]) -> Choice:
-        """Return the chosen rate or the next trial, given the results of earlier trials."""
-        assert self.tune is not None, "a point without a rule has no trials"
-        return self.tune.choose(tried, self.config.steps)
-
-    def with_rate(self, lr: float) -> Config:
-        """Return the run with the chosen learning rate."""
-        return self.config.model_copy(update={"lr": lr})
 
 
 class Entry(BaseModel):
@@ -272,10 +258,6 @@ class Suite(BaseModel):
     def _expanded(self, changed: Mapping[str, Any]) -> list[Point]:
         return [point for cell in self._cells(changed) for point in cell]
 
-    def configs(self, settings: Mapping[str, Any]) -> list[Config]:
-        """Return the configs of `points`, for a suite that does not choose learning rates."""
-        return [point.config for point in self.points(settings)]
-
     def runs(self, settings: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
         """Yield the configs to run, seed by seed; the generator receives the summary of each.
 
@@ -293,7 +275,7 @@ class Suite(BaseModel):
             if point.tune is None:
                 yield point.config
             elif point.identity in rates:
-                yield point.with_rate(rates[point.identity])
+                yield point.config.model_copy(update={"lr": rates[point.identity]})
 
     def label(self) -> str:
         """Return name/version, the label of the rows of this version."""
@@ -373,12 +355,7 @@ class Suite(BaseModel):
         published: Published | None,
         changed: Mapping[str, Any],
     ) -> Iterator[Point]:
-        """Yield the points of an entry: a group of alternatives per config of its grid.
-
-        Raises:
-            UsageError: the settings are invalid, or no point of a group is as published.
-            ValueError: the factors are unknown, or cannot be combined.
-        """
+        """Yield the points of an entry: a group of alternatives per config of its grid."""
         rate = {} if tune is None else {"lr": tune.start[len(tune.start) // 2]}
 
         def expand(settings: Mapping[str, Any]) -> list[Config]:
@@ -410,11 +387,7 @@ class Suite(BaseModel):
                 yield replace(point, group=name, as_published=point.identity == name)
 
     def _chosen_elsewhere(self, other: Suite, changed: Mapping[str, Any]) -> Iterator[list[Point]]:
-        """Yield the runs of each entry, with all alternatives of the other suite's group.
-
-        Raises:
-            UsageError: an entry does not select exactly one group of the other suite.
-        """
+        """Yield the runs of each entry, with all alternatives of the other suite's group."""
         assert other.tune is not None, "the suite of settings_from tunes"
         theirs = other.points()
         seed = theirs[0].config.seed
@@ -442,11 +415,7 @@ class Suite(BaseModel):
             yield cell
 
     def _tune(self, number: int, entry: Entry) -> Tune | None:
-        """Return the rule for an entry's learning rate, with the entry's `start`.
-
-        Raises:
-            UsageError: the entry also sets a rate, or its `start` is invalid for the rule.
-        """
+        """Return the rule for an entry's learning rate, with the entry's `start`."""
         if not entry.tuned:
             return None
         if self.tune is None or entry.start is None:
@@ -493,13 +462,12 @@ class Suite(BaseModel):
 
 
 def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[str, float]]:
-    """Yield the trials of a group of alternatives and receive their summaries.
-
-    Return the rates of the points to run, by identity.
-    """
+    """Yield the trials of a group, receive their summaries; return the rates, by identity."""
+    rules = [point.tune for point in group if point.tune is not None]
+    assert len(rules) == len(group) > 0, "the points of a group are tuned"
     tried: list[dict[Trial, float]] = [{} for _ in group]
     while True:
-        decision = decide(group, tried)
+        decision = decide_among(rules, tried, group[0].config.steps)
         if decision.trial is None:
             return {
                 point.identity: rate
@@ -507,14 +475,7 @@ def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[
                 if number == decision.best or point.as_published
             }
         number, trial = decision.trial
-        tried[number][trial] = quality((yield group[number].trial(trial)))
-
-
-def decide(group: Sequence[Point], tried: Sequence[Mapping[Trial, float]]) -> Decision:
-    """Return the chosen alternative of a group, given the trials of each, or the next trial."""
-    rules = [point.tune for point in group if point.tune is not None]
-    assert len(rules) == len(group) > 0, "the points of a group are tuned"
-    return decide_among(rules, tried, group[0].config.steps)
+        tried[number][trial] = quality((yield rules[number].trial(group[number].config, trial)))
 
 
 def _as_given(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -630,7 +591,7 @@ def _builtin(name: str, folder: Path) -> Suite:
 
 
 def _read(name: str, path: Path) -> Suite:
-    content = grid.read(path, "--suite")
+    content = settings_file.read(path, "--suite")
     for key in ("name", "file"):
         if key in content:
             raise UsageError(f"--suite {name}: {key!r} comes from the file's path; remove it")

@@ -106,12 +106,8 @@ class Tune(BaseModel):
                 raise ValueError(str(unknown("factor", name, self.factors)))
         combinations = []
         for values in itertools.product(*(self.factors[name] for name in names)):
-            both = {
-                key
-                for one, other in itertools.combinations(values, 2)
-                for key in one
-                if key in other
-            }
+            pairs = itertools.combinations(values, 2)
+            both = {key for one, other in pairs for key in one.keys() & other.keys()}
             if both - {"options", "memory_options", "start"}:
                 raise ValueError(f"factors {', '.join(names)}: both set {', '.join(sorted(both))}")
             merged: dict[str, Any] = {}
@@ -188,10 +184,7 @@ class Tune(BaseModel):
         return Choice(best, None, best in (rungs[0], rungs[-1]))
 
     def _beyond(self, best: float, rungs: Sequence[float]) -> float | None:
-        """Return the next rate if the best of the tried rates is at their edge.
-
-        `rungs`: the tried rates in order. None if it is not, or at the end of ladder or `extend`.
-        """
+        """Return the next rate if the best of the tried rates, in order, is at their edge."""
         if best not in (rungs[0], rungs[-1]) or len(rungs) >= len(self.start) + self.extend:
             return None
         place = self.ladder.index(best) + (-1 if best == rungs[0] else 1)
