@@ -713,18 +713,19 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
 def corrected(rank: int, size: int) -> dict[str, Any]:
     """Register again after a refusal: of this rank's model, of another rank's, of a state."""
     result: dict[str, Any] = {}
-    optimizers, before = [], comm_hook("onebit", **METHOD)
+    before = comm_hook("onebit", **METHOD)
     first = hooked(rank, before)
     for name in ("all", "one", "state"):
         hook = comm_hook("onebit", **METHOD)
         if name == "state":
             hook.load_state_dict(changed(before.state_dict(), rank=size))
         wrong = wrapped(model())
-        optimizers.append(torch.optim.SGD(wrong.parameters(), lr=0.1))
+        words = {
+            "optimizer": torch.optim.SGD(wrong.parameters(), lr=0.1),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=1.0),
+        }
         if name == "all" or (name == "one" and rank == 1):
             wrong.requires_grad_(False)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        words = {"optimizer": optimizers[-1], "scaler": scaler}
         result[f"{name}, refused"] = refused(partial(hook.register, wrong, **words))
         if name == "state":
             hook.load_state_dict({})
@@ -736,7 +737,7 @@ def corrected(rank: int, size: int) -> dict[str, Any]:
             train(ddp, optimizer, range(STEPS), rank)
         result[name] |= {
             "equal": torch.equal(flat(ddp), first),
-            "observers": [len(o._optimizer_step_post_hooks) for o in (optimizers[-1], optimizer)],
+            "followed": hook._rates.optimizers == (optimizer,),
         }
         hook.close()
     return result

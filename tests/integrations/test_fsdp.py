@@ -26,7 +26,7 @@ from gcbench.core import registry
 from gcbench.core.compressor import MultiRoundCompressor, Segments, layout_bytes
 from gcbench.core.errors import UsageError
 from gcbench.integrations import fsdp, scheme, sharded
-from gcbench.integrations.hook import AfterForward, ignored
+from gcbench.integrations.hook import Copied, Observer
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.scheme import Scheme
 
@@ -418,8 +418,9 @@ def test_an_optimizer_of_parameters_that_a_load_replaced_is_refused():
 
 
 def test_a_pickled_model_has_no_hook():
-    after = AfterForward(gcbench.shard_hook("int8"))
-    assert pickle.loads(pickle.dumps(after)) is copy.deepcopy(after) is ignored
+    observer = Observer(gcbench.shard_hook("int8")._after_forward)
+    for each in (pickle.loads(pickle.dumps(observer)), copy.deepcopy(observer)):
+        assert isinstance(each, Copied)
 
 
 def test_a_module_unfrozen_after_register_is_named():
