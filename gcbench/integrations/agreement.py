@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,14 +25,12 @@ class Common:
     """JSON values that must be the same on all ranks at an exchange, by a readable name."""
 
     values: Mapping[str, Any]
-    digest: int
-    """A 63-bit digest of the values."""
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Common:
-        """Digest the values."""
-        hashed = hashlib.sha256(json.dumps(values).encode()).digest()
-        return cls(values, int.from_bytes(hashed[:8], "big") >> 1)
+    @cached_property
+    def digest(self) -> int:
+        """A 63-bit digest of the values."""
+        hashed = hashlib.sha256(json.dumps(self.values).encode()).digest()
+        return int.from_bytes(hashed[:8], "big") >> 1
 
 
 def digest(x: Tensor) -> int:

@@ -347,12 +347,12 @@ class CommHook(Hook):
 
     # -- registration ------------------------------------------------------------------------------
 
-    def _examine(self, model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-        """Return the parameters that DDP reduces, by name."""
+    def _prepare(self, model: DistributedDataParallel) -> Mapping[str, Tensor]:
+        """Make the exchange, without its process group; return the parameters that DDP reduces."""
         if self._closed:
             raise UsageError("this hook was closed: make a new one")
         _check_free(model)
-        ignored = getattr(model, "parameters_to_ignore", ())
+        settings, ignored = self.settings, getattr(model, "parameters_to_ignore", ())
         named = {
             name: parameter
             for name, parameter in model.module.named_parameters()
@@ -361,11 +361,6 @@ class CommHook(Hook):
         _check_parameters(model.module, named)
         device = next(iter(named.values())).device
         handshake.check_backend("the model's", model.process_group, device)
-        return named
-
-    def _prepare(self, model: DistributedDataParallel) -> Mapping[str, Tensor]:
-        """Make the exchange, without its process group; return the parameters by name."""
-        settings, named = self.settings, self._examine(model)
         names, shapes = list(named), [tuple(p.shape) for p in named.values()]
         last = classifier(model.module) if settings.dense_last else []
         dense = dense_tensors(names, shapes, settings.dense_below, last)
@@ -382,7 +377,6 @@ class CommHook(Hook):
             "bucket_mb": settings.bucket_mb,
             "unused parameters": bool(model.find_unused_parameters or model.static_graph),
         }
-        device = next(iter(named.values())).device
         self._plan = plan
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
         self._dtypes = {name: parameter.dtype for name, parameter in named.items()}
@@ -415,9 +409,7 @@ class CommHook(Hook):
         be unused."""
         pairs = zip(self._dtypes, self._parameters, strict=True)
         self._touches = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_touch, self._touched, name)
-            )
+            parameter.register_post_accumulate_grad_hook(partial(_touch, self._touched, name))
             for name, parameter in pairs
             if self._partial
         ]
@@ -565,7 +557,7 @@ class CommHook(Hook):
             self.raise_failure()
 
     def _agree_on_forward(self, position: str) -> None:
-        common = Common.of({"position": position, "step": self._step})
+        common = Common({"position": position, "step": self._step})
         try:
             error: BaseException | None = self._agree(self._levels(), None, common)
         except BaseException as failed:
@@ -767,7 +759,7 @@ class CommHook(Hook):
         error = self._misfit
         if self.settings.agree:
             values = {"position": "end of a step", "step": step, "mean": digest(self._flat)}
-            error = self._agree([self._level], error, Common.of(values))
+            error = self._agree([self._level], error, Common(values))
         if error is not None:
             raise error
 

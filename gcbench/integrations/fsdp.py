@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -54,7 +54,7 @@ from gcbench.integrations.hook import (
     total,
 )
 from gcbench.integrations.hook_world import HookWorld
-from gcbench.integrations.layout import Layout, Parameter
+from gcbench.integrations.layout import Layout
 from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.scheme import Scheme
@@ -157,11 +157,16 @@ def shard_hook(
             'other positions, and residuals are not redistributed. Only "refuse" is allowed: '
             "continue with the same number of ranks, or register a hook without a state"
         )
-    settings = Settings.of_call(
-        call,
-        collective="twoshot",
-        between=_between(between, between_options, between_memory, between_memory_options),
-    )
+    second = None
+    if between is not None:
+        second = Scheme.of(between, between_options, between_memory, between_memory_options)
+    for name in ("between_options", "between_memory", "between_memory_options"):
+        if second is None and call[name] is not None:
+            raise UsageError(
+                f"{name}={call[name]!r} without between: name the method by which replicas "
+                'exchange their shards, between="hadamard4", or leave it out'
+            )
+    settings = Settings.of_call(call, collective="twoshot", between=second)
     for method in settings.methods.values():
         legal = method.legal_collectives()
         if "twoshot" not in legal:
@@ -170,50 +175,23 @@ def shard_hook(
                 "element. With FSDP each rank gets only its shard, which is half of a twoshot "
                 "exchange. Use a method that gcbench list compressors shows with twoshot"
             )
-        _check_rule(method)
+    for method in (*settings.methods.values(), *(second.methods.values() if second else ())):
+        if not method.rule.plain:
+            raise UsageError(
+                f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP "
+                "each rank has only its shard. Use DistributedDataParallel and gcbench.comm_hook"
+            )
     if settings.memory.joint:
         raise UsageError(
             f"{settings.memory!r} stores {', '.join(settings.memory.joint)} of the whole mean on "
             "every rank, and with FSDP each rank has only its shard. Use another memory"
         )
-    second = settings.between
     if second is not None and settings.memory.has_momentum and second.memory.has_momentum:
         raise UsageError(
             f"memory {settings.memory!r} and between_memory {second.memory!r} would both apply "
             "momentum. Leave one of them out"
         )
     return ShardHook(settings, Rates(optimizer, scaler, settings.unsuitable))
-
-
-def _check_rule(method: Compressor) -> None:
-    """Refuse a method with an update rule."""
-    if not method.rule.plain:
-        raise UsageError(
-            f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
-            "rank has only its shard. Use DistributedDataParallel and gcbench.comm_hook"
-        )
-
-
-def _between(
-    name: str | Compressor | None,
-    options: Mapping[str, Any] | None,
-    memory: str | None,
-    memory_options: Mapping[str, Any] | None,
-) -> Scheme | None:
-    """Return how replicas exchange their shards; None: in fp32."""
-    if name is None:
-        others = {"options": options, "memory": memory, "memory_options": memory_options}
-        for key, value in others.items():
-            if value is not None:
-                raise UsageError(
-                    f"between_{key}={value!r} without between: name the method by which replicas "
-                    'exchange their shards, between="hadamard4", or leave it out'
-                )
-        return None
-    scheme = Scheme.of(name, options, memory, memory_options)
-    for method in scheme.methods.values():
-        _check_rule(method)
-    return scheme
 
 
 def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lane]:
@@ -230,8 +208,7 @@ def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lan
         offsets, edges = [0], [0]
         for rank in range(layout.ranks):
             # Each rank's chunks separately: no segment crosses the edge of a rank's chunks.
-            shapes = [parameter.chunks[rank] for parameter in parameters if _has(parameter, rank)]
-            segments = Segments.of(shapes, method.granularity)
+            segments = Segments.of(layout.shapes(parameters, rank), method.granularity)
             offsets += [edges[-1] + offset for offset in segments.offsets[1:]]
             edges.append(edges[-1] + segments.numel)
         whole = Segments(tuple(offsets))
@@ -250,16 +227,11 @@ def replica_lanes(
     between = settings.between or Scheme.of("none", None, None, None)
     result = []
     for parameters in layout.lanes():
-        shapes = [each.chunks[rank] for each in parameters if _has(each, rank)]
         exact = layout.is_dense(parameters) or step < settings.start_step
+        shapes = layout.shapes(parameters, rank)
         result.append(lane_of(shapes, start, *between.at(step), exact=exact))
         start += result[-1].segments.numel
     return result
-
-
-def _has(parameter: Parameter, rank: int) -> bool:
-    """Return whether a rank has elements of a parameter."""
-    return 0 not in parameter.chunks[rank]
 
 
 class ShardHook(Hook):
@@ -420,15 +392,9 @@ class ShardHook(Hook):
         self._module_of = {p.name: m for m in self._modules for p in m.target.parameters}
         return self._tensors()
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Any]:
         """Return the parameters by name, as optimizers have them."""
-        return {
-            parameter.name: tensor
-            for module in self._modules
-            for parameter, tensor in zip(
-                module.target.parameters, module.target.tensors, strict=True
-            )
-        }
+        return {n: shard for each in self._modules for n, shard in each.target.named.items()}
 
     def _summarized(
         self,
@@ -519,10 +485,8 @@ class ShardHook(Hook):
     def _levels(self) -> list[Level]:
         return [level for module in self._modules for level in module.levels]
 
-    def _watched(self) -> Iterator[Tensor]:
-        for tensor in self._tensors().values():
-            shard: Any = tensor
-            yield shard.to_local()
+    def _watched(self) -> list[Tensor]:
+        return [shard.to_local() for shard in self._tensors().values()]
 
     def _worlds(self) -> list[HookWorld]:
         return [*(level.world for level in self._levels()), *self._groups.values()]
@@ -667,10 +631,7 @@ class _Module(_Collective):
         self.start = start
         self.hook, self.target, self.name, self.layout = hook, target, target.name, layout
         self.rank, self.clock, self.step = target.group.rank(), Totals(target.device), 0
-        self.dtypes = {
-            parameter.name: tensor.dtype
-            for parameter, tensor in zip(target.parameters, target.tensors, strict=True)
-        }
+        self.dtypes = {name: shard.dtype for name, shard in target.named.items()}
         self.added = 0
         """Exchanges that were skipped, or whose mean FSDP added to one that no optimizer had
         applied."""
@@ -802,12 +763,11 @@ class _Module(_Collective):
 
     def _accumulates(self) -> bool:
         """Return whether FSDP will add this mean to one that no optimizer has applied."""
-        pairs: Any = zip(self.target.parameters, self.target.tensors, strict=True)
         return any(
-            tensor.grad is not None
-            and self.hook._rates.waits(parameter.name, self.fresh)
-            and bool(tensor.grad.to_local().any())
-            for parameter, tensor in pairs
+            shard.grad is not None
+            and self.hook._rates.waits(name, self.fresh)
+            and bool(shard.grad.to_local().any())
+            for name, shard in self.target.named.items()
         )
 
     def count(self, row: Tensor) -> None:
@@ -914,6 +874,6 @@ class _Module(_Collective):
             values = {"position": f"means of {self.name}", "step": self.step}
             if level is self.between and shared is not None:
                 values["mean"] = agreement.digest(shared)
-            error = self.hook._agree([level], error, Common.of(values))
+            error = self.hook._agree([level], error, Common(values))
         if error is not None:
             raise error

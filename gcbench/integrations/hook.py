@@ -409,7 +409,7 @@ class Hook:
         else:
             values["hook.lr"] = self._rates.assigned
         values["loss scale"] = self._rates.scale
-        return Common.of(values)
+        return Common(values)
 
     def _agree(
         self, levels: Iterable[Level], error: GcbenchError | None, common: Common

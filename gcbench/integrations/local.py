@@ -49,6 +49,13 @@ HINT = (
 """A possible cause why a rank does not arrive at a round."""
 
 
+SUMMARIZED = (
+    *("every", "dense_last", "outer_lr", "fragments", "delay", "blend"),
+    *("outer_momentum", "outer_nesterov"),
+)
+"""Settings that all ranks must share, besides those of every hook."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(HookSettings):
     """The arguments of `local_steps`."""
@@ -323,10 +330,7 @@ class LocalSteps(Hook):
         layout = [(name, shapes[name]) for name in self._names]
         self._summary = {
             **self._summarize(settings.summary(), len(named), self._level.numel, layout),
-            **{name: getattr(settings, name) for name in ("every", "dense_last", "outer_lr")},
-            **{name: getattr(settings, name) for name in ("fragments", "delay", "blend")},
-            "outer_momentum": settings.outer_momentum,
-            "outer_nesterov": settings.outer_nesterov,
+            **{field: getattr(settings, field) for field in SUMMARIZED},
         }
         return {}
 
@@ -425,7 +429,7 @@ class LocalSteps(Hook):
 
     def _require(self, error: GcbenchError | None, values: Mapping[str, Any]) -> None:
         """Raise the error of any rank, or the difference of values, on every rank."""
-        if (error := self._agree([self._level], error, Common.of(values))) is not None:
+        if (error := self._agree([self._level], error, Common(values))) is not None:
             raise error
 
     @torch.no_grad()

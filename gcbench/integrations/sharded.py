@@ -46,14 +46,14 @@ class Sharded:
     group: dist.ProcessGroup
     """The ranks that hold one shard each."""
     device: torch.device
-    tensor_parallel: bool
     records: tuple[Any, ...]
     """torch's records of the parameters, private FSDPParams."""
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parameters as optimizers have them: this rank's shards, which a load may replace."""
-        return tuple(each.sharded_param for each in self.records)
+    def named(self) -> dict[str, Any]:
+        """Name -> parameter as optimizers have it: this rank's shard, which a load may replace."""
+        pairs = zip(self.parameters, self.records, strict=True)
+        return {parameter.name: record.sharded_param for parameter, record in pairs}
 
     @property
     def beside(self) -> list[str]:
@@ -83,7 +83,7 @@ class Sharded:
                 'over replicas. Call fully_shard(..., mesh=mesh["shard"]) and '
                 'register(model, replicas=mesh["replicate"])'
             )
-        if self.tensor_parallel:
+        if any(record.is_dtensor for record in self.records):
             raise UsageError(
                 f"{self.name} is tensor parallel (its parameters were DTensors before "
                 "fully_shard), which was never tested. Shard the model by FSDP alone"
@@ -187,11 +187,9 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         # In torch 2.15 each parameter has a policy.
         policy = (param_group if hasattr(param_group, "mp_policy") else each).mp_policy
         dtypes.append(policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype)
-    parallel = any(each.is_dtensor for each in trained)
     return Sharded(
         *(name, module, param_group, tuple(parameters), tuple(dtypes), group),
-        *(param_group.device, parallel),
-        records=tuple(trained),
+        *(param_group.device, tuple(trained)),
     )
 
 

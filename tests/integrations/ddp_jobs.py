@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import digest
+from jobs import collection, digest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -296,12 +296,7 @@ def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, .
     return flat(ddp)
 
 
-JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
-
-
-def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
-    JOBS[function.__name__] = function
-    return function
+JOBS, job = collection()
 
 
 @job
@@ -481,11 +476,6 @@ def channels_last(rank: int, size: int) -> dict[str, Any]:
     return result
 
 
-def residual(hook: Any, name: str) -> Tensor:
-    placed = next(each for each in hook._plan.tensors if each.name == name)
-    return plans.state_views(hook._level.exchange, hook._plan, placed)["residual"].clone()
-
-
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
     """A branch that no rank uses at step 2, and only rank 0 at step 3."""
@@ -517,10 +507,10 @@ def unused(rank: int, size: int) -> dict[str, Any]:
             owners[1] is None or torch.equal(owners[1], owners[2])
         )
         branch = ddp.module.branch.weight
-        present = [residual(hook, "branch.weight").clone(), branch.grad.clone()]
+        present = [residuals(hook)["branch.weight"], branch.grad.clone()]
         x, y = batch(0, rank)
         cross_entropy(ddp(x, branch=False), y).backward()  # DDP passes on the earlier gradient
-        later = [residual(hook, "branch.weight"), branch.grad]
+        later = [residuals(hook)["branch.weight"], branch.grad]
         result[name] = {
             "earlier gradient": [torch.equal(*pair) for pair in zip(present, later, strict=True)],
             "none": steps,
@@ -1175,12 +1165,10 @@ def checks(rank: int, size: int) -> dict[str, Any]:
             on_check=comparisons.append,
             dense_below=50,
         )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            hooked(rank, hook, steps=range(3))
+        texts = warned(partial(hooked, rank, hook, steps=range(3)))
         hook.close()
         result[name] = {
-            "warnings": [str(w.message) for w in caught],
+            "warnings": texts,
             "records": [dataclasses.asdict(record) for record in hook.records],
             "calls": len(comparisons),
             "checked": hook.checked.payload_up,
@@ -1293,10 +1281,9 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     ddp = wrapped(model())
     hook.register(ddp)
     hook.lr = 0.1 * (1 + rank)
-    began = time.perf_counter()
-    result["ranks differ, backward"] = refused(lambda: ddp(x).sum().backward())
+    seconds = refused(lambda: ddp(x).sum().backward())["seconds"]
     result["ranks differ"] = refused(lambda: ddp(x))
-    result["ranks differ"]["seconds"] = time.perf_counter() - began
+    result["ranks differ"]["seconds"] += seconds
     hook.close()
     other = torch.optim.SGD(model().parameters(), lr=0.1)
     result["another model's"] = refused(lambda: register(comm_hook("onebit", optimizer=other)))
@@ -1305,12 +1292,13 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     for name, rates_of in (("topk", [1.0] * 60), ("onebit", [1.0] * 12 + [1e-3] * 3)):
         ddp = wrapped(model())
         hook = comm_hook(name).register(ddp)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+
+        def follow(ddp: Any = ddp, hook: Any = hook, rates_of: Any = rates_of) -> None:
             for step, lr in enumerate(rates_of):
                 hook.lr = lr
                 train(ddp, torch.optim.SGD(ddp.parameters(), 0.01), range(step, step + 1), rank)
-        result["warnings"].append([str(w.message) for w in caught if "residual" in str(w.message)])
+
+        result["warnings"].append([text for text in warned(follow) if "residual" in text])
         hook.close()
     return result
 
@@ -1589,10 +1577,9 @@ def copies(rank: int, size: int) -> dict[str, Any]:
         with torch.no_grad():
             result[f"{name}, evaluated"] = torch.equal(copied.eval()(x), plain.module(x))
         copied.train()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            cross_entropy(copied(x), y).backward()
-        result[f"{name}, warned"] = [str(w.message) for w in caught]
+        result[f"{name}, warned"] = warned(
+            lambda copied=copied: cross_entropy(copied(x), y).backward()
+        )
         pairs = zip(copied.parameters(), plain.parameters(), strict=True)
         result[name] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
         other = comm_hook("topk", **METHOD).register(copied)
@@ -1671,10 +1658,8 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     ddp = wrapped(part, find_unused_parameters=True)
     hook = comm_hook("none").register(ddp)
     part.branch.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(ddp, sgd(ddp), range(2), rank)
-    result["unfrozen"] = [str(w.message) for w in caught if "branch" in str(w.message)]
+    texts = warned(partial(train, ddp, sgd(ddp), range(2), rank))
+    result["unfrozen"] = [text for text in texts if "branch" in text]
     hook.close()
 
     def add(net: Any) -> None:

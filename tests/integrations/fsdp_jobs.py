@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, warned
-from jobs import digest
+from jobs import collection, digest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -245,12 +245,7 @@ def resumed(
     return ended(again)
 
 
-JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
-
-
-def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
-    JOBS[function.__name__] = function
-    return function
+JOBS, job = collection()
 
 
 @job
