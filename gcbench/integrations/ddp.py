@@ -371,7 +371,7 @@ class CommHook(Hook):
         ]
         numel = sum(placed.numel for placed in plan.tensors)
         self._summary = {
-            **self._summarize(settings.summary(), len(plan.tensors), numel, layout),
+            **self._summarize(len(plan.tensors), numel, layout),
             "dense_last": settings.dense_last,
             "check_every": settings.check_every,
             "bucket_mb": settings.bucket_mb,
@@ -475,7 +475,7 @@ class CommHook(Hook):
         if self._worker is None:
             return
         if not torch.is_grad_enabled():  # in an evaluation DDP may send buffers, but no gradients
-            if self._failed is None and not self._closed:
+            if self._active:
                 self._meet(model)
             return
         self._outside("the model")

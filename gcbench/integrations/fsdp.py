@@ -409,7 +409,7 @@ class ShardHook(Hook):
         layout = [(each.name, each.dtypes) for each in modules], layouts
         count = sum(len(layout.parameters) for layout in layouts)
         return {
-            **self._summarize(settings.summary(), count, numel, layout),
+            **self._summarize(count, numel, layout),
             **{
                 f"between {name}": between.get(name)
                 for name in ("compressor", "code of compressor", "collective", "memory")

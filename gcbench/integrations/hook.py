@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import inspect
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +26,7 @@ from gcbench.integrations import agreement, arguments, handshake, scheme
 from gcbench.integrations.agreement import Common
 from gcbench.integrations.hook_world import HookWorld, release
 from gcbench.integrations.level import Level
-from gcbench.integrations.rates import Progress, Rates, checked_policy
+from gcbench.integrations.rates import Rates, checked_policy
 from gcbench.integrations.scheme import Scheme
 
 T = TypeVar("T")
@@ -247,7 +246,10 @@ class Hook:
         return total(level.exchange.agreement for level in self._levels())
 
     def _fresh(self, name: str) -> int:
-        """Return how many gradients of a parameter were exchanged; see `Progress`."""
+        """Return how many gradients of a parameter were exchanged since `register`.
+
+        Without those that the loss did not use, and those whose mean FSDP added to the last one.
+        """
         raise NotImplementedError
 
     def _levels(self) -> list[Level]:
@@ -327,14 +329,12 @@ class Hook:
         """Seconds to wait for the other ranks to register."""
         return min(float(self.settings.timeout), handshake.PATIENCE)
 
-    def _summarize(
-        self, scheme: Mapping[str, Any], count: int, numel: int, layout: object
-    ) -> dict[str, Any]:
+    def _summarize(self, count: int, numel: int, layout: object) -> dict[str, Any]:
         """Return what must be the same on all ranks, by a readable name; both hooks add to it."""
         settings = self.settings
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
         return {
-            **scheme,
+            **settings.summary(),
             "dense_below": settings.dense_below,
             "start_step": settings.start_step,
             "seed": settings.seed,
@@ -376,22 +376,22 @@ class Hook:
 
     def _follow_steps(self, parameters: Mapping[str, Tensor]) -> None:
         """Read the rates of these parameters, and after each optimizer's step those it applied."""
-        reference = weakref.ref(self)
+        self._rates.bind(parameters, self)
 
-        def stepped(optimizer: torch.optim.Optimizer) -> None:
-            hook = reference()
-            if hook is not None and not hook._closed and hook._failed is None:
-                for level in hook._levels():
-                    level.exchange.assume(level.rates(hook._rates, optimizer))
+    @property
+    def _active(self) -> bool:
+        """Whether gradients are still exchanged."""
+        return not self._closed and self._failed is None
 
-        def progress() -> Progress | None:
-            hook = reference()
-            if hook is None or hook._closed or hook._failed is not None:
-                return None
-            remembers = any(level.remembers for level in hook._levels())
-            return Progress(hook.step, hook._fresh, remembers)
+    @property
+    def _remembers(self) -> bool:
+        """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
+        return any(level.remembers for level in self._levels())
 
-        self._rates.bind(parameters, stepped, progress)
+    def _applied(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the rates at which an optimizer has applied the last means."""
+        for level in self._levels():
+            level.exchange.assume(level.rates(self._rates, optimizer))
 
     def _common(self, position: str, step: int, levels: Sequence[Level]) -> Common:
         """Return what must be the same on all ranks at an exchange of these levels."""
@@ -484,7 +484,7 @@ class Hook:
         """Warn if the model loaded another state since the last step, and this hook did not."""
         before, self._unloaded = self._unloaded, None
         loaded, self._loads_seen = self._loads != self._loads_seen, self._loads
-        if before is None or loaded or not any(level.remembers for level in self._levels()):
+        if before is None or loaded or not self._remembers:
             return
         if before != self._digests():
             warnings.warn(

@@ -329,7 +329,7 @@ class LocalSteps(Hook):
         self._level.world.hint = HINT
         layout = [(name, shapes[name]) for name in self._names]
         self._summary = {
-            **self._summarize(settings.summary(), len(named), self._level.numel, layout),
+            **self._summarize(len(named), self._level.numel, layout),
             **{field: getattr(settings, field) for field in SUMMARIZED},
         }
         return {}
@@ -367,7 +367,7 @@ class LocalSteps(Hook):
 
         An optimizer of other parameters of the model does not, nor does one inside this one.
         """
-        if optimizer is self._optimizer or self._closed or self._failed is not None:
+        if optimizer is self._optimizer or not self._active:
             return
         counted, moved = _parameters(self._optimizer), _parameters(optimizer)
         names = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import checked_rate
 from gcbench.integrations import steps
+
+if TYPE_CHECKING:
+    from gcbench.integrations.hook import Hook
 
 IDLE = 2
 """Steps of one optimizer without an exchange between them, at which the hook warns."""
@@ -24,17 +28,6 @@ Moved = Sequence[tuple[str, float]]
 """Names of the parameters that a step moved, with their rates."""
 STEP_HOOKS = "_optimizer_step_post_hooks"
 """Attribute of every optimizer whose class calls `torch.optim.Optimizer.__init__`."""
-
-
-class Progress(NamedTuple):
-    """How far a hook is when an optimizer steps."""
-
-    exchanges: int
-    fresh: Callable[[str], int]
-    """Returns how many gradients of a parameter were exchanged, by its name, without those that the
-    loss did not use and those whose mean FSDP added to the last one."""
-    remembers: bool
-    """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
 
 
 class Rates:
@@ -62,10 +55,9 @@ class Rates:
         self._warned: set[str] = set()
         """Kinds of warnings so far: each is issued once."""
         self._unsuitable = unsuitable
-        self._progress: Callable[[], Progress | None] = lambda: None
-        self._record: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        self._owner: Callable[[], Hook | None] = lambda: None
         self._applied: dict[str, int] = {}
-        """Name -> its `fresh` exchanges at the last step that moved this parameter."""
+        """Name -> its exchanges (`Hook._fresh`) at the last step that moved this parameter."""
         self._repeats: dict[str, int] = {}
         """Name -> successive steps until then that had several exchanges before them."""
         self._often: dict[str, tuple[int, int]] = {}
@@ -109,22 +101,13 @@ class Rates:
         source = "optimizer" if self.optimizers else "hook.lr"
         return source + (" and scaler" if self.scaler is not None else "")
 
-    def bind(
-        self,
-        parameters: Mapping[str, Tensor],
-        stepped: Callable[[torch.optim.Optimizer], None],
-        progress: Callable[[], Progress | None],
-    ) -> None:
-        """Read the rates of these parameters; call `stepped` after steps of `optimizers`.
-
-        `progress`: returns None if the hook does not exchange.
+    def bind(self, parameters: Mapping[str, Tensor], hook: Hook) -> None:
+        """Read the rates of these parameters, which `hook` exchanges, and observe their steps.
 
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
-        self._record, self._progress, now = stepped, progress, progress()
-        if now is not None:
-            self._last = now.exchanges
+        self._owner, self._last = weakref.ref(hook), hook.step
         if not self._handles:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
@@ -148,18 +131,24 @@ class Rates:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn about a step at another rate, by another rule, or after no or several exchanges."""
-        moved, progress = [*self._moves(optimizer)], self._progress()
-        if any(optimizer is each for each in self.optimizers):
-            self._record(optimizer)
-        elif self.optimizers:
+        moved, hook = [*self._moves(optimizer)], self._hook()
+        followed = any(optimizer is each for each in self.optimizers)
+        if self.optimizers and not followed:
             self._compare(optimizer, moved)
-        if progress is None:
+        if hook is None:
             return
+        if followed:
+            hook._applied(optimizer)
         if moved and (why := self._unsuitable(optimizer)):
             self._warn("suit", why)
-        if progress.remembers:
-            self._repeat(optimizer, moved, progress)
-        self._count(optimizer, moved, progress.exchanges)
+        if hook._remembers:
+            self._repeat(optimizer, moved, hook)
+        self._count(optimizer, moved, hook.step)
+
+    def _hook(self) -> Hook | None:
+        """Return the hook if it exchanges gradients."""
+        hook = self._owner()
+        return hook if hook is not None and hook._active else None
 
     def _warn(self, kind: str, text: str, level: int = 6) -> None:
         """Issue a warning, once of each kind; `level`: as `stacklevel` in `warnings.warn`."""
@@ -179,7 +168,7 @@ class Rates:
         """Return whether no optimizer has applied the last of a parameter's exchanges."""
         return fresh > self._applied.get(name, 0)
 
-    def _repeat(self, optimizer: torch.optim.Optimizer, moved: Moved, progress: Progress) -> None:
+    def _repeat(self, optimizer: torch.optim.Optimizer, moved: Moved, hook: Hook) -> None:
         """Warn if several exchanges of a parameter precede many of the steps that move it.
 
         The method's state then has a part of gradients that were exchanged twice or discarded. A
@@ -187,7 +176,7 @@ class Rates:
         """
         texts = []
         for name, _ in moved:
-            fresh = progress.fresh(name)
+            fresh = hook._fresh(name)
             count, self._applied[name] = fresh - self._applied.get(name, 0), fresh
             self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
             often, all_steps = self._often.get(name, (0, 0))
@@ -211,14 +200,14 @@ class Rates:
 
     def warn_unapplied(self) -> None:
         """Warn if a state is saved between the exchange of a gradient and its step."""
-        progress = self._progress()
-        if progress is None or not progress.remembers:
+        hook = self._hook()
+        if hook is None or not hook._remembers:
             return
-        names = [name for name in self._applied if self.waits(name, progress.fresh(name))]
+        names = [name for name in self._applied if self.waits(name, hook._fresh(name))]
         if names:
             self._warn(
                 "unapplied",
-                f"the hook's state is saved at step {progress.exchanges}, and no optimizer has "
+                f"the hook's state is saved at step {hook.step}, and no optimizer has "
                 f"applied the last exchanged gradient of {names[0]}. A job that resumes from it "
                 "loses that gradient, or counts a part of it twice. Save after optimizer.step(). "
                 "If the job left that step out, nothing is wrong",
@@ -249,7 +238,7 @@ class Rates:
 
     def _check_scaler(self, scaler: Any, optimizer: Any) -> None:
         """Warn if a GradScaler other than `scaler` scales gradients of the parameters."""
-        if scaler is self.scaler or self._progress() is None:
+        if scaler is self.scaler or self._hook() is None:
             return
         groups = getattr(optimizer, "param_groups", ())
         if not any(id(p) in self._names for group in groups for p in group["params"]):
