@@ -653,7 +653,7 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     result["half again"] = refused(lambda: odd.register(half_of, optimizer=optimizer))
     net = sharded()
     result["corrected"] = refused(lambda: odd.register(net, optimizer=sgd(net)))
-    result["corrected"]["observers"] = len(optimizer._optimizer_step_post_hooks)
+    result["corrected"]["forgotten"] = optimizer not in odd._rates.optimizers
     result["state of another rank"] = refused(lambda: loaded(rank=size))
     result["state of other settings"] = refused(lambda: loaded(seed=3))
     result["state of another format"] = refused(lambda: loaded(format=99))
@@ -815,10 +815,8 @@ def unfrozen(rank: int, size: int) -> dict[str, Any]:
     with torch.no_grad():
         net(batch(0, rank)[0])
     net.branch.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(net, range(2), rank)
-    return {"warned": [str(w.message) for w in caught if "branch" in str(w.message)]}
+    texts = warned(partial(train, net, range(2), rank))
+    return {"warned": [text for text in texts if "branch" in text]}
 
 
 @job

@@ -390,7 +390,7 @@ def test_a_hook_is_registered_after_a_refusal_with_another_optimizer():
     for result in of("refusals"):
         assert result["half again"]["kind"] == "UsageError"
         assert result["corrected"]["text"] == ""
-        assert result["corrected"]["observers"] == 0, "of the optimizer of the refused call"
+        assert result["corrected"]["forgotten"], "the optimizer of the refused call"
 
 
 @pytest.mark.parametrize("name", ["part", "root", "root, reentrant"])
