@@ -295,7 +295,7 @@ class CommHook(Hook):
         )
         self._rates.add(optimizer, None)
         if self._registered:
-            self._follow_steps(dict(zip(self._dtypes, self._parameters, strict=True)))
+            self._follow_steps(self._named)
         return optimizer
 
     @property
@@ -379,8 +379,7 @@ class CommHook(Hook):
         }
         self._plan = plan
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
-        self._dtypes = {name: parameter.dtype for name, parameter in named.items()}
-        self._parameters = list(named.values())  # a reference, so that their ids stay unique
+        self._named = named  # a reference, so that their ids stay unique
         self._level = Level(
             self._world_of(model.process_group, device),
             lambda step: settings.lanes(plan, step),
@@ -407,13 +406,12 @@ class CommHook(Hook):
         self._touched: set[str] = set()
         """Names of the parameters whose gradient a backward pass of this step computed, if some may
         be unused."""
-        pairs = zip(self._dtypes, self._parameters, strict=True)
         self._touches = [
             parameter.register_post_accumulate_grad_hook(partial(_touch, self._touched, name))
-            for name, parameter in pairs
+            for name, parameter in self._named.items()
             if self._partial
         ]
-        self._used = dict.fromkeys(self._dtypes, 0)
+        self._used = dict.fromkeys(self._named, 0)
         """Name -> exchanges of a parameter since `register`, without those where it is unused."""
         self._new_step()
         self._worker = Worker("gcbench comm_hook")
@@ -424,8 +422,8 @@ class CommHook(Hook):
     def _levels(self) -> list[Level]:
         return [] if self._worker is None else [self._level]
 
-    def _watched(self) -> list[nn.Parameter]:
-        return self._parameters
+    def _watched(self) -> Iterable[nn.Parameter]:
+        return self._named.values()
 
     def _worlds(self) -> list[HookWorld]:
         return [self._level.world]
@@ -751,7 +749,7 @@ class CommHook(Hook):
         if self._misfit is None:
             method = self._level.exchange.lanes[number].compressor
             means = ((placed.name, placed.of(self._flat)) for placed in tensors)
-            dtypes = {placed.name: [self._dtypes[placed.name]] for placed in tensors}
+            dtypes = {placed.name: [self._named[placed.name].dtype] for placed in tensors}
             self._misfit = check.misfit(method, means, dtypes, self._step)
 
     def _agree_on_means(self, step: int) -> None:

@@ -210,6 +210,17 @@ def resuming(one: Compressor) -> str:
     return "twoshot" if "twoshot" in legal else legal[-1]
 
 
+def traits(one: Compressor) -> tuple[object, ...]:
+    """Return that by which a method's exchange differs from those of others: its kind."""
+    segments = Segments.of([(64,)])
+    return (
+        isinstance(one, MultiRoundCompressor),
+        one.memory,
+        one.draw_shared(Context(segments, key=Key(0, 0, 0))) is not None,
+        bool(codec.prepare(one, torch.ones(64), Context(segments)).statistic.numel()),
+    )
+
+
 def representatives(collectives: Collection[str] = ()) -> list[str]:
     """Return the methods that are the first with something by which an exchange differs.
 
@@ -219,15 +230,11 @@ def representatives(collectives: Collection[str] = ()) -> list[str]:
     result = []
     for name in registry.compressors():
         one = registry.compressor(name)
-        segments = Segments.of([(64,)])
         declared = (
-            isinstance(one, MultiRoundCompressor),
-            one.memory,
+            *traits(one),
             type(one.rule),
             "groups" if isinstance(one.granularity, int) else one.granularity,
-            one.layout(segments) is None,
-            one.draw_shared(Context(segments, key=Key(0, 0, 0))) is not None,
-            bool(codec.prepare(one, torch.ones(64), Context(segments)).statistic.numel()),
+            one.layout(Segments.of([(64,)])) is None,
         )
         legal = [each for each in one.legal_collectives() if each in (collectives or (each,))]
         if not seen.issuperset(ways := {(each, *declared) for each in legal}):

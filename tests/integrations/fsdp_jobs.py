@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, warned
+from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, traits, warned
 from jobs import collection, digest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,9 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gcbench
-from gcbench.core import codec, registry, sealed
+from gcbench.core import registry, sealed
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
@@ -316,18 +315,8 @@ def kinds() -> list[str]:
     result: dict[Any, str] = {}
     for name in registry.compressors():
         method = registry.compressor(name)
-        if not method.rule.plain:
-            continue
-        segments = Segments.of([(64,)])
-        key = Key(0, 0, 0)
-        declared = (
-            method.legal_collectives()[0],
-            isinstance(method, MultiRoundCompressor),
-            method.memory,
-            method.draw_shared(Context(segments, key=key)) is not None,
-            bool(codec.prepare(method, torch.ones(64), Context(segments)).statistic.numel()),
-        )
-        result.setdefault(declared, name)
+        if method.rule.plain:
+            result.setdefault((method.legal_collectives()[0], *traits(method)), name)
     return [*result.values()]
 
 
