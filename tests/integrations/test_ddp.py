@@ -315,6 +315,7 @@ def test_an_unsupported_backend_is_refused():
         (["terngrad"], {"memory": "residual"}, "--memory none"),
         (["onebit"], {"memory": "dgc"}, "masking=false"),
         (["none"], {"dense_below": -1}, "dense_below=-1"),
+        (["none"], {"start_step": -1}, "start_step=-1"),
         (["none"], {"check_every": -1}, "check_every=-1"),
         (["none"], {"timeout": 0}, "timeout=0"),
         (["none"], {"timeout": math.nan}, "timeout=nan"),

@@ -467,12 +467,6 @@ def test_methods_without_twoshot_are_refused(name):
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        (["terngard"], {}, "Did you mean 'terngrad'"),
-        (["terngrad"], {"klip": 2}, "unknown field of compressor 'terngrad': 'klip'"),
-        (["topk"], {"memory": "residul"}, "Did you mean 'residual'"),
-        (["terngrad"], {"memory": "residual"}, "--memory none"),
-        (["none"], {"dense_below": -1}, "dense_below=-1"),
-        (["none"], {"start_step": -1}, "start_step=-1"),
         (["none"], {"between": "hadamrd4"}, "Did you mean 'hadamard4'"),
         (["none"], {"between": "qsgd", "between_options": {"bits": 2}}, "unknown field.*'bits'"),
         (["none"], {"between_options": {"levels": 2}}, "between_options=.* without between"),
