@@ -71,11 +71,7 @@ class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @lru_cache(maxsize=256)
 def _with_generator(func: Any) -> Any:
-    """Return the overload of an operation that takes a generator.
-
-    Raises:
-        UsageError: it has none, as fused dropout on a GPU.
-    """
+    """Return the overload of an operation that takes a generator."""
 
     def names(overload: Any) -> set[str]:
         return {argument.name for argument in overload._schema.arguments}
@@ -188,10 +184,6 @@ class Adapted(Compressor):
         """Return tensors, whether their sizes are fixed, and context of a tensor of this shape.
 
         Sizes count as fixed if those of five tensors of different distributions agree.
-
-        Raises:
-            UsageError: a tensor is decoded differently with the context of another, or `compress`
-                seeds torch's generator.
         """
         before = torch.initial_seed(), torch.get_rng_state()
         with _Seeded(FIXED_SEED):
@@ -304,14 +296,27 @@ def _averages(inner: Any) -> bool:
     return bool(getattr(inner, "average", True)) and torch.equal(total, summands.sum(0))
 
 
-def _adapted(name: str, inner: Any, module: str, **claims: bool) -> type[Compressor]:
+def _adapted(
+    cls: type[Any], inner: Any, form: Any, *, unbiased: bool, contractive: bool
+) -> type[Compressor]:
+    """Return the compressor class of the module that called our caller.
+
+    `inner` has GRACE's form; `form`: the object whose functions it calls.
+    """
     for function in ("compress", "decompress"):
-        if not callable(getattr(inner, function, None)):
-            raise UsageError(f"{name} has no function {function!r}: expected a compressor's form")
-    members = {"inner": inner, "__doc__": type(inner).__doc__ or name, "__module__": module}
-    members["averages"] = _averages(inner)
-    declared = {f"declared_{key}": value for key, value in claims.items()}
-    return dataclass(frozen=True)(type(name, (Adapted,), members | declared))
+        if not callable(getattr(form, function, None)):
+            raise UsageError(
+                f"{cls.__name__} has no function {function!r}: expected a compressor's form"
+            )
+    members = {
+        "inner": inner,
+        "averages": _averages(inner),
+        "declared_unbiased": unbiased,
+        "declared_contractive": contractive,
+        "__doc__": type(inner).__doc__ or cls.__name__,
+        "__module__": sys._getframe(2).f_globals["__name__"],
+    }
+    return dataclass(frozen=True)(type(cls.__name__, (Adapted,), members))
 
 
 def grace(
@@ -326,17 +331,12 @@ def grace(
     Raises:
         UsageError: `cls` has no `compress` or no `decompress`.
     """
-    module = sys._getframe(1).f_globals["__name__"]
-    claims = {"unbiased": unbiased, "contractive": contractive}
-    return _adapted(cls.__name__, cls(**arguments), module, **claims)
+    inner = cls(**arguments)
+    return _adapted(cls, inner, inner, unbiased=unbiased, contractive=contractive)
 
 
 def horovod(
     cls: type[Any], *, unbiased: bool = False, contractive: bool = False
 ) -> type[Compressor]:
     """Return the compressor class for a class of Horovod's form; see `grace`."""
-    module = sys._getframe(1).f_globals["__name__"]
-    claims = {"unbiased": unbiased, "contractive": contractive}
-    if not callable(getattr(cls, "compress", None)):
-        raise UsageError(f"{cls.__name__} has no function 'compress': expected a compressor's form")
-    return _adapted(cls.__name__, _Horovod(cls), module, **claims)
+    return _adapted(cls, _Horovod(cls), cls, unbiased=unbiased, contractive=contractive)

@@ -1,11 +1,12 @@
-"""Ranks agree before each exchange: on faults, and on what must be the same on all of them."""
+"""Ranks agree before each exchange: on errors, and on what must be the same on all of them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,32 +18,6 @@ from gcbench.core.exchange import Exchange
 
 BYTES = 16
 """What a rank sends in one agreement: two integers."""
-KINDS: dict[str, type[GcbenchError]] = {"usage": UsageError, "error": GcbenchError}
-"""Kind of a fault -> its error; "diverged", whose error has a step, is separate."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Why no rank may continue: the text of the error that all of them raise."""
-
-    kind: str
-    """"diverged" or a key of `KINDS`."""
-    text: str
-    step: int
-
-    @classmethod
-    def of(cls, error: GcbenchError, step: int) -> Fault:
-        """Return the fault that this rank's error is for all ranks."""
-        if isinstance(error, DivergedError):
-            return cls("diverged", str(error), step)
-        return cls("usage" if isinstance(error, UsageError) else "error", str(error), step)
-
-    @property
-    def error(self) -> GcbenchError:
-        """The error to raise."""
-        if self.kind == "diverged":
-            return DivergedError(self.text, self.step)
-        return KINDS[self.kind](self.text)
 
 
 @dataclass(frozen=True)
@@ -50,14 +25,12 @@ class Common:
     """JSON values that must be the same on all ranks at an exchange, by a readable name."""
 
     values: Mapping[str, Any]
-    digest: int
-    """A 63-bit digest of the values."""
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Common:
-        """Digest the values."""
-        hashed = hashlib.sha256(json.dumps(values).encode()).digest()
-        return cls(values, int.from_bytes(hashed[:8], "big") >> 1)
+    @cached_property
+    def digest(self) -> int:
+        """A 63-bit digest of the values."""
+        hashed = hashlib.sha256(json.dumps(self.values).encode()).digest()
+        return int.from_bytes(hashed[:8], "big") >> 1
 
 
 def digest(x: Tensor) -> int:
@@ -70,24 +43,28 @@ def digest(x: Tensor) -> int:
     return int(x[:even].view(torch.int64).sum() + tail.view(torch.int64).sum())
 
 
-def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | None:
-    """Return the fault of the first rank that has one, or that the ranks differ; else None.
+def agree(exchange: Exchange, mine: GcbenchError | None, common: Common) -> GcbenchError | None:
+    """Return the error of the first rank that has one, or that the ranks differ; else None.
 
-    All ranks of the exchange's world call it at the same place and get the same fault. Each rank
-    sends `BYTES`; only after a fault do they also exchange texts.
+    All ranks of the exchange's world call it at the same place and get the same error. Each rank
+    sends `BYTES`; only after an error do they also exchange texts.
     """
     rows = exchange.agree([mine is not None, common.digest])
     if rows == [[0, common.digest]] * len(rows):
         return None
     report = {
-        "fault": None if mine is None else asdict(mine),
+        "usage": isinstance(mine, UsageError),
+        "diverged at": mine.step if isinstance(mine, DivergedError) else None,
+        "text": None if mine is None else str(mine),
         "values": dict(common.values),
         "rank": dist.get_rank(),
     }
     reports: list[dict[str, Any]] = exchange.world.collect([report])
     for each in reports:
-        if each["fault"] is not None:
-            return Fault(**each["fault"])
+        if each["text"] is not None:
+            if each["diverged at"] is not None:
+                return DivergedError(each["text"], each["diverged at"])
+            return (UsageError if each["usage"] else GcbenchError)(each["text"])
     different = differences({each["rank"]: each["values"] for each in reports})
     remedy = "Set the same rates, make as many steps, and load states of one step, on every rank"
     if "position" in different:
@@ -99,8 +76,7 @@ def agree(exchange: Exchange, mine: Fault | None, common: Common) -> Fault | Non
         remedy = "Load states of the same job on every rank; or check the method: gcbench verify"
     texts = list(different.values())
     more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
-    text = f"the ranks differ at an exchange. {'; '.join(texts[:3])}{more}. {remedy}"
-    return Fault("usage", text, int(common.values.get("step", 0)))
+    return UsageError(f"the ranks differ at an exchange. {'; '.join(texts[:3])}{more}. {remedy}")
 
 
 def differences(values: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:

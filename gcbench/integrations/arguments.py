@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from gcbench.core import sealed
 from gcbench.core.errors import UsageError
-
-SEEDS = 2**63
-"""Upper bound of seeds, exclusive."""
 
 
 def integer(name: str, value: Any, below: int = 2**63) -> int:
@@ -46,24 +45,69 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def optional_text(name: str, value: Any) -> str | None:
-    """Return a string or None; UsageError for any other value."""
-    if value is not None and not isinstance(value, str):
+def text(name: str, value: Any) -> str:
+    """Return a string; UsageError for any other value."""
+    if not isinstance(value, str):
         raise UsageError(f"{name}={value!r}: expected a name")
     return value
 
 
-def optional_mapping(name: str, value: Any) -> Mapping[str, Any] | None:
-    """Return a mapping with string keys, or None; UsageError for any other value."""
-    if value is None:
-        return None
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Return a mapping with string keys; UsageError for any other value."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise UsageError(f"{name}={value!r}: expected a dict of fields by name")
     return value
 
 
-def optional_function(name: str, value: Any) -> Callable[..., Any] | None:
-    """Return a callable or None; UsageError for any other value."""
-    if value is not None and not callable(value):
+def function(name: str, value: Any) -> Any:
+    """Return a callable; UsageError for any other value."""
+    if not callable(value):
         raise UsageError(f"{name}={value!r}: expected a function")
-    return value  # type: ignore[no-any-return]
+    return value
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "memory": text,
+    "memory_options": mapping,
+    "between_options": mapping,
+    "between_memory": text,
+    "between_memory_options": mapping,
+    "collective": text,
+    "dense_below": integer,
+    "dense_last": flag,
+    "start_step": partial(integer, below=sealed.STEPS),
+    "seed": integer,
+    "timeout": partial(number, least=0.001, finite=True),
+    "on_nonfinite": partial(choice, allowed=("stop", "skip")),
+    "on_resize": partial(choice, allowed=("refuse", "redistribute")),
+    "check_every": integer,
+    "check_error": number,
+    "on_check": function,
+    "bucket_mb": number,
+    "every": integer,
+    "fragments": integer,
+    "delay": integer,
+    "blend": number,
+    "outer_lr": partial(number, finite=True),
+    "outer_momentum": partial(number, finite=True),
+    "outer_nesterov": flag,
+}
+"""Argument -> the function that checks a value of it and converts it to the right type."""
+OPTIONAL = (
+    *("memory", "memory_options", "between_options", "between_memory", "between_memory_options"),
+    *("collective", "on_nonfinite", "check_error", "on_check"),
+)
+"""Arguments that may be None."""
+
+
+def checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments in `CHECKS` by name, checked.
+
+    Raises:
+        UsageError: a value of the wrong type, or out of range.
+    """
+    return {
+        name: None if value is None and name in OPTIONAL else CHECKS[name](name, value)
+        for name, value in values.items()
+        if name in CHECKS
+    }

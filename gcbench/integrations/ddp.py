@@ -32,24 +32,21 @@ from torch.nn.parallel import DistributedDataParallel
 from gcbench.core import rule, sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.core.exchange import Lane, checked_rate, classifier, dense_tensors, lane_of
 from gcbench.core.resize import redistributed
 from gcbench.core.world import Traffic
-from gcbench.integrations import arguments, check, handshake, unregistered
+from gcbench.integrations import check, handshake, unregistered
 from gcbench.integrations import plan as plans
-from gcbench.integrations.agreement import Common, Fault, digest
+from gcbench.integrations.agreement import Common, digest
 from gcbench.integrations.check import Bounds, Comparison
 from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
-    RESIZE,
-    BeforeForward,
-    BeforeLoad,
     Copied,
     Hook,
     HookSettings,
+    Observer,
     RankState,
-    common_settings,
     compressed,
     key_of,
     traffic_of,
@@ -165,31 +162,7 @@ def comm_hook(
     Raises:
         gcbench.core.errors.UsageError: an unknown name, field or value, or an illegal collective.
     """
-    arguments.optional_text("collective", collective)
-    arguments.optional_function("on_check", on_check)
-    if check_error is not None:
-        arguments.number("check_error", check_error)
-    settings = Settings(
-        **common_settings(
-            compressor,
-            options,
-            memory=memory,
-            memory_options=memory_options,
-            collective=collective,
-            dense_below=dense_below,
-            start_step=start_step,
-            seed=seed,
-            timeout=timeout,
-            scaler=scaler,
-            on_nonfinite=on_nonfinite,
-        ),
-        dense_last=arguments.flag("dense_last", dense_last),
-        check_every=arguments.integer("check_every", check_every),
-        check_error=check_error,
-        on_check=on_check,
-        bucket_mb=arguments.number("bucket_mb", bucket_mb),
-        on_resize=arguments.choice("on_resize", on_resize, RESIZE),
-    )
+    settings = Settings.of_call(locals())
     for method in settings.methods.values():
         rule.check_legal(method.rule, settings.memory, settings.start_step, method)
         if check_every and not method.rule.plain:
@@ -225,8 +198,6 @@ class CommHook(Hook):
         self._ready = 0.0
         self._in_backward = False
         """Whether a backward pass has passed on a bucket and has not ended."""
-        self._agreed = False
-        """Whether all ranks know of the error that is about to be raised."""
         self._warned_new = False
         unregistered.expect(self)
         self._worker: Worker | None = None
@@ -260,17 +231,18 @@ class CommHook(Hook):
                 "torch.compile"
             )
         self._size = model.process_group.size()
-        with self._registering():
-            refused, summary = self._prepared(lambda: self._prepare(model), optimizer, scaler)
-            seconds = min(self.settings.timeout, handshake.PATIENCE)
-            store, roster = handshake.meet(
-                model.process_group, summary, refused, seconds, Roster.alone()
-            )
-        self._registered, self._loaded = True, None
+
+        def meet(refused: str) -> tuple[Store, Roster]:
+            summary, group = self._summary, model.process_group
+            return handshake.meet(group, summary, refused, self._patience, Roster.alone())
+
+        store, roster = self._prepare_and_meet(
+            lambda: self._prepare(model), meet, optimizer, scaler
+        )
         if self._exchanges:
             self._begin(model, store, roster)
-        model.register_forward_pre_hook(BeforeForward(self))
-        model.module.register_load_state_dict_pre_hook(BeforeLoad(self))
+        model.register_forward_pre_hook(Observer(self._before_forward, warns=True))
+        model.module.register_load_state_dict_pre_hook(Observer(self._before_load))
         model.register_comm_hook(None, self._hook if self._exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
         model._comm_hooks[-1] = (compressed, None)
@@ -323,7 +295,7 @@ class CommHook(Hook):
         )
         self._rates.add(optimizer, None)
         if self._registered:
-            self._follow_steps(dict(zip(self._dtypes, self._parameters, strict=True)))
+            self._follow_steps(self._named)
         return optimizer
 
     @property
@@ -375,16 +347,12 @@ class CommHook(Hook):
 
     # -- registration ------------------------------------------------------------------------------
 
-    def _examine(self, model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-        """Return the parameters that DDP reduces, by name.
-
-        Raises:
-            UsageError: the model cannot have this hook, or its gradients cannot be compressed.
-        """
+    def _prepare(self, model: DistributedDataParallel) -> Mapping[str, Tensor]:
+        """Make the exchange, without its process group; return the parameters that DDP reduces."""
         if self._closed:
             raise UsageError("this hook was closed: make a new one")
         _check_free(model)
-        ignored = getattr(model, "parameters_to_ignore", ())
+        settings, ignored = self.settings, getattr(model, "parameters_to_ignore", ())
         named = {
             name: parameter
             for name, parameter in model.module.named_parameters()
@@ -393,11 +361,6 @@ class CommHook(Hook):
         _check_parameters(model.module, named)
         device = next(iter(named.values())).device
         handshake.check_backend("the model's", model.process_group, device)
-        return named
-
-    def _prepare(self, model: DistributedDataParallel) -> Mapping[str, Tensor]:
-        """Make the exchange, without its process group; return the parameters by name."""
-        settings, named = self.settings, self._examine(model)
         names, shapes = list(named), [tuple(p.shape) for p in named.values()]
         last = classifier(model.module) if settings.dense_last else []
         dense = dense_tensors(names, shapes, settings.dense_below, last)
@@ -408,17 +371,15 @@ class CommHook(Hook):
         ]
         numel = sum(placed.numel for placed in plan.tensors)
         self._summary = {
-            **self._summarize(settings.summary(), len(plan.tensors), numel, layout),
+            **self._summarize(len(plan.tensors), numel, layout),
             "dense_last": settings.dense_last,
             "check_every": settings.check_every,
             "bucket_mb": settings.bucket_mb,
             "unused parameters": bool(model.find_unused_parameters or model.static_graph),
         }
-        device = next(iter(named.values())).device
         self._plan = plan
         self._placed = {id(named[placed.name]): placed for placed in plan.tensors}
-        self._dtypes = {name: parameter.dtype for name, parameter in named.items()}
-        self._parameters = list(named.values())  # a reference, so that their ids stay unique
+        self._named = named  # a reference, so that their ids stay unique
         self._level = Level(
             self._world_of(model.process_group, device),
             lambda step: settings.lanes(plan, step),
@@ -431,20 +392,13 @@ class CommHook(Hook):
 
     def _begin(self, model: DistributedDataParallel, store: Store, roster: Roster) -> None:
         """Create the process group and the thread."""
-        world = self._level.world
-        device = world.device
-        try:
-            world.connect(store, roster)
-        except BaseException as error:
-            self._fail(error)
-            raise
+        with self._exchanging():
+            self._level.world.connect(store, roster)
+        device = self._level.world.device
         self._stepped_since = False
         """Whether a step was exchanged since `register`."""
-        self._rebuilds = bool(model.static_graph or not model.find_unused_parameters)
-        """Whether DDP rebuilds its buckets after its first step."""
-        self._partial = bool(model.find_unused_parameters or model.static_graph)
-        numel = sum(placed.numel for placed in self._plan.tensors)
-        self._flat = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._partial = self._summary["unused parameters"]
+        self._flat = torch.zeros(self._level.numel, dtype=torch.float32, device=device)
         self._stream = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -452,15 +406,12 @@ class CommHook(Hook):
         self._touched: set[str] = set()
         """Names of the parameters whose gradient a backward pass of this step computed, if some may
         be unused."""
-        pairs = zip(self._dtypes, self._parameters, strict=True)
         self._touches = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_touch, self._touched, name)
-            )
-            for name, parameter in pairs
+            parameter.register_post_accumulate_grad_hook(partial(_touch, self._touched, name))
+            for name, parameter in self._named.items()
             if self._partial
         ]
-        self._used = dict.fromkeys(self._dtypes, 0)
+        self._used = dict.fromkeys(self._named, 0)
         """Name -> exchanges of a parameter since `register`, without those where it is unused."""
         self._new_step()
         self._worker = Worker("gcbench comm_hook")
@@ -471,8 +422,8 @@ class CommHook(Hook):
     def _levels(self) -> list[Level]:
         return [] if self._worker is None else [self._level]
 
-    def _watched(self) -> list[nn.Parameter]:
-        return self._parameters
+    def _watched(self) -> Iterable[nn.Parameter]:
+        return self._named.values()
 
     def _worlds(self) -> list[HookWorld]:
         return [self._level.world]
@@ -518,16 +469,11 @@ class CommHook(Hook):
     # -- called by DDP, in its threads -------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module) -> None:
-        """Raise past and foreseeable errors before the model computes anything.
-
-        Raises:
-            UsageError: inside `join`, from `on_check`, or for training after `close`.
-            GcbenchError: the error that ended the last exchange.
-        """
+        """Raise past and foreseeable errors before the model computes anything."""
         if self._worker is None:
             return
         if not torch.is_grad_enabled():  # in an evaluation DDP may send buffers, but no gradients
-            if self._failed is None and not self._closed:
+            if self._active:
                 self._meet(model)
             return
         self._outside("the model")
@@ -597,7 +543,7 @@ class CommHook(Hook):
         """
         rebuilds = (
             torch.is_grad_enabled()
-            and self._rebuilds
+            and (model.static_graph or not model.find_unused_parameters)
             and self._stepped_since
             and not model._has_rebuilt_buckets
         )
@@ -609,14 +555,13 @@ class CommHook(Hook):
             self.raise_failure()
 
     def _agree_on_forward(self, position: str) -> None:
-        common = Common.of({"position": position, "step": self._step})
+        common = Common({"position": position, "step": self._step})
         try:
-            fault = self._agree(self._levels(), None, common)
-        except BaseException as error:
+            error: BaseException | None = self._agree(self._levels(), None, common)
+        except BaseException as failed:
+            error = failed
+        if error is not None:
             self._fail(error)
-        else:
-            if fault is not None:
-                self._fail(fault.error, agreed=True)
 
     def _backward_ended(self) -> None:
         """Wait for the exchanges at the end of a backward pass, and raise their error.
@@ -662,7 +607,7 @@ class CommHook(Hook):
         """Names of the parameters that no rank used, of the lanes exchanged in this step."""
         self._seen: set[str] = set()
         self._compared: list[Comparison] = []
-        self._misfit: Fault | None = None
+        self._misfit: GcbenchError | None = None
         """Why a mean of this step cannot be applied, on this rank."""
 
     @contextmanager
@@ -705,7 +650,7 @@ class CommHook(Hook):
 
     def _break_off(self, error: BaseException) -> None:
         """Fail, and return the error instead of each outstanding mean."""
-        self._fail(error, agreed=self._agreed)
+        self._fail(error)
         for waiting in self._waiting:
             waiting.done.set_result(error)
         self._waiting = []
@@ -721,29 +666,21 @@ class CommHook(Hook):
             self._skipped += 1
 
     def _agree_on_lanes(self, lanes: Sequence[int]) -> bool:
-        """Return whether to exchange lanes; False: a gradient is not finite, and the step skipped.
-
-        Raises:
-            DivergedError: a rank's gradient is not finite: on every rank, with its name.
-            UsageError: the ranks follow different rates, or loaded states of different steps.
-        """
-        level, fault = self._level, None
-        names = (level.nonfinite(n, self._flat[self._plan.stretch(n)]) for n in lanes)
-        if name := next(filter(None, names), ""):
-            fault = Fault.of(check.diverged(level.world.rank, name, self._step), self._step)
+        """Return whether to exchange lanes; False: skip the step, as a gradient is not finite."""
+        level = self._level
+        pairs = ((number, self._flat[self._plan.stretch(number)]) for number in lanes)
+        errors = (level.diverged(*pair, self._step) for pair in pairs)
+        error: GcbenchError | None = next(filter(None, errors), None)
         if self.settings.agree:
-            fault = self._agree([level], fault, self._shared)
-        self._agreed = self.settings.agree and fault is not None
-        if fault is None:
+            error = self._agree([level], error, self._shared)
+        if error is None:
             return True
-        if fault.kind == "diverged" and self.settings.on_nonfinite == "skip":
-            self._agreed = False
+        if isinstance(error, DivergedError) and self.settings.on_nonfinite == "skip":
             return False
-        raise fault.error
+        raise error
 
     def _follow(self) -> None:
         """Begin a step: its stage, its learning rates, and the values that ranks share."""
-        self._agreed = False
         self._shared = self._common("exchange of gradients", self._step, [self._level])
         self._looks = self._level.begin(self._step, self._rates)
 
@@ -812,24 +749,17 @@ class CommHook(Hook):
         if self._misfit is None:
             method = self._level.exchange.lanes[number].compressor
             means = ((placed.name, placed.of(self._flat)) for placed in tensors)
-            dtypes = {placed.name: [self._dtypes[placed.name]] for placed in tensors}
-            if error := check.misfit(method, means, dtypes, self._step):
-                self._misfit = Fault.of(error, self._step)
+            dtypes = {placed.name: [self._named[placed.name].dtype] for placed in tensors}
+            self._misfit = check.misfit(method, means, dtypes, self._step)
 
     def _agree_on_means(self, step: int) -> None:
-        """Check that every rank has the same means, bit for bit, and can apply them.
-
-        Raises:
-            DivergedError: a mean does not fit its parameter's dtype: on every rank.
-            UsageError: the ranks decoded different means.
-        """
-        fault = self._misfit
+        """Check that every rank has the same means, bit for bit, and can apply them."""
+        error = self._misfit
         if self.settings.agree:
             values = {"position": "end of a step", "step": step, "mean": digest(self._flat)}
-            fault = self._agree([self._level], fault, Common.of(values))
-            self._agreed = fault is not None
-        if fault is not None:
-            raise fault.error
+            error = self._agree([self._level], error, Common(values))
+        if error is not None:
+            raise error
 
     def _compare(self, tensors: Sequence[Placed], plain: Tensor, bits: float) -> None:
         """Compare the means of a lane's tensors with the lane's plain mean, 1-D."""

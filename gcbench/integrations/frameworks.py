@@ -82,17 +82,6 @@ class Metrics:
 # ---- states --------------------------------------------------------------------------------------
 
 
-def on_cpu(state: Any) -> Any:
-    """Return a state with its tensors on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.cpu()
-    if isinstance(state, Mapping):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [on_cpu(value) for value in state]
-    return state
-
-
 def gather(hook: CommHook) -> dict[str, Any]:
     """Return the states of all ranks in one dict on rank 0, {} elsewhere. All ranks call it.
 
@@ -131,7 +120,7 @@ def save(hook: CommHook, folder: str | Path, name: str) -> None:
     """Write this rank's state to a checkpoint's folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(on_cpu(hook.state_dict()), folder / _file(name, dist.get_rank()))
+    torch.save(dict(hook.state_dict()), folder / _file(name, dist.get_rank()))
 
 
 def load(folder: str | Path, name: str) -> dict[str, Any] | None:

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -40,26 +39,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor, Segments
-from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.core.exchange import Buffers, Exchange, Lane, exact_or, lane_of
 from gcbench.core.memory import Memory
 from gcbench.core.world import Traffic
 from gcbench.integrations import agreement, arguments, check, handshake, sharded
-from gcbench.integrations.agreement import Common, Fault
+from gcbench.integrations.agreement import Common
 from gcbench.integrations.handshake import Roster
 from gcbench.integrations.hook import (
-    RESIZE,
-    AfterForward,
-    BeforeForward,
-    BeforeLoad,
     Hook,
     HookSettings,
+    Observer,
     RankState,
-    common_settings,
     total,
 )
 from gcbench.integrations.hook_world import HookWorld
-from gcbench.integrations.layout import Layout, Parameter
+from gcbench.integrations.layout import Layout
 from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates
 from gcbench.integrations.scheme import Scheme
@@ -155,30 +150,23 @@ def shard_hook(
         gcbench.core.errors.UsageError: an unknown name, field or value, or a method or memory that
             needs more than each rank's shard.
     """
-    arguments.optional_mapping("between_options", between_options)
-    if arguments.choice("on_resize", on_resize, RESIZE) != "refuse":
+    call = locals()
+    if arguments.checked(call)["on_resize"] != "refuse":
         raise UsageError(
             f"on_resize={on_resize!r}: with FSDP another number of ranks splits parameters at "
             'other positions, and residuals are not redistributed. Only "refuse" is allowed: '
             "continue with the same number of ranks, or register a hook without a state"
         )
-    settings = Settings(
-        **common_settings(
-            compressor,
-            options,
-            memory=memory,
-            memory_options=memory_options,
-            collective=None,
-            dense_below=dense_below,
-            start_step=start_step,
-            seed=seed,
-            timeout=timeout,
-            scaler=scaler,
-            on_nonfinite=on_nonfinite,
-        )
-        | {"collective": "twoshot"},
-        between=_between(between, between_options, between_memory, between_memory_options),
-    )
+    second = None
+    if between is not None:
+        second = Scheme.of(between, between_options, between_memory, between_memory_options)
+    for name in ("between_options", "between_memory", "between_memory_options"):
+        if second is None and call[name] is not None:
+            raise UsageError(
+                f"{name}={call[name]!r} without between: name the method by which replicas "
+                'exchange their shards, between="hadamard4", or leave it out'
+            )
+    settings = Settings.of_call(call, collective="twoshot", between=second)
     for method in settings.methods.values():
         legal = method.legal_collectives()
         if "twoshot" not in legal:
@@ -187,54 +175,23 @@ def shard_hook(
                 "element. With FSDP each rank gets only its shard, which is half of a twoshot "
                 "exchange. Use a method that gcbench list compressors shows with twoshot"
             )
-        _check_rule(method)
+    for method in (*settings.methods.values(), *(second.methods.values() if second else ())):
+        if not method.rule.plain:
+            raise UsageError(
+                f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP "
+                "each rank has only its shard. Use DistributedDataParallel and gcbench.comm_hook"
+            )
     if settings.memory.joint:
         raise UsageError(
             f"{settings.memory!r} stores {', '.join(settings.memory.joint)} of the whole mean on "
             "every rank, and with FSDP each rank has only its shard. Use another memory"
         )
-    second = settings.between
     if second is not None and settings.memory.has_momentum and second.memory.has_momentum:
         raise UsageError(
             f"memory {settings.memory!r} and between_memory {second.memory!r} would both apply "
             "momentum. Leave one of them out"
         )
     return ShardHook(settings, Rates(optimizer, scaler, settings.unsuitable))
-
-
-def _check_rule(method: Compressor) -> None:
-    """Refuse a method with an update rule."""
-    if not method.rule.plain:
-        raise UsageError(
-            f"the update rule of {method!r} needs the whole mean on every rank, and with FSDP each "
-            "rank has only its shard. Use DistributedDataParallel and gcbench.comm_hook"
-        )
-
-
-def _between(
-    name: str | Compressor | None,
-    options: Mapping[str, Any] | None,
-    memory: str | None,
-    memory_options: Mapping[str, Any] | None,
-) -> Scheme | None:
-    """Return how replicas exchange their shards; None: in fp32.
-
-    Raises:
-        UsageError: an unknown name, field or value, or an option without `between`.
-    """
-    if name is None:
-        others = {"options": options, "memory": memory, "memory_options": memory_options}
-        for key, value in others.items():
-            if value is not None:
-                raise UsageError(
-                    f"between_{key}={value!r} without between: name the method by which replicas "
-                    'exchange their shards, between="hadamard4", or leave it out'
-                )
-        return None
-    scheme = Scheme.of(name, options, memory, memory_options, prefix="between_")
-    for method in scheme.methods.values():
-        _check_rule(method)
-    return scheme
 
 
 def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lane]:
@@ -251,8 +208,7 @@ def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lan
         offsets, edges = [0], [0]
         for rank in range(layout.ranks):
             # Each rank's chunks separately: no segment crosses the edge of a rank's chunks.
-            shapes = [parameter.chunks[rank] for parameter in parameters if _has(parameter, rank)]
-            segments = Segments.of(shapes, method.granularity)
+            segments = Segments.of(layout.shapes(parameters, rank), method.granularity)
             offsets += [edges[-1] + offset for offset in segments.offsets[1:]]
             edges.append(edges[-1] + segments.numel)
         whole = Segments(tuple(offsets))
@@ -271,16 +227,11 @@ def replica_lanes(
     between = settings.between or Scheme.of("none", None, None, None)
     result = []
     for parameters in layout.lanes():
-        shapes = [each.chunks[rank] for each in parameters if _has(each, rank)]
         exact = layout.is_dense(parameters) or step < settings.start_step
+        shapes = layout.shapes(parameters, rank)
         result.append(lane_of(shapes, start, *between.at(step), exact=exact))
         start += result[-1].segments.numel
     return result
-
-
-def _has(parameter: Parameter, rank: int) -> bool:
-    """Return whether a rank has elements of a parameter."""
-    return 0 not in parameter.chunks[rank]
 
 
 class ShardHook(Hook):
@@ -292,7 +243,7 @@ class ShardHook(Hook):
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)
         self._modules: list[_Module] = []
-        self._skipping: Fault | None = None
+        self._skipping: GcbenchError | None = None
         """Why nothing is exchanged until the next step."""
         self._undo: list[Callable[[], None]] = []
         """Functions that revert the exchanges of this backward pass, if steps may be skipped."""
@@ -336,11 +287,12 @@ class ShardHook(Hook):
         """
         modules, group = sharded.modules(model), sharded.group_of(replicas)
         self._size = dist.get_world_size()
-        with self._registering():
-            refused, summary = self._prepared(
-                lambda: self._prepare(modules, group), optimizer, scaler
-            )
-            stores, roster = self._meet(modules, group, summary, refused)
+        stores, roster = self._prepare_and_meet(
+            lambda: self._prepare(modules, group),
+            lambda refused: self._meet(modules, group, refused),
+            optimizer,
+            scaler,
+        )
         if replicas is None and (beside := modules[0].beside):
             warnings.warn(
                 f"{modules[0].name} is sharded over one dimension of a mesh that also has "
@@ -349,14 +301,13 @@ class ShardHook(Hook):
                 f'hook.register(model, replicas=mesh["{beside[0]}"])',
                 stacklevel=2,
             )
-        self._registered, self._loaded = True, None
         self._frozen_shards = sharded.frozen(model)
         self._root = weakref.ref(model)
         self._begin(model, modules[0].device, group, stores, roster)
         for each in {id(m): m for m in (model, *(each.module for each in modules))}.values():
-            each.register_forward_pre_hook(BeforeForward(self), prepend=True)
-        model.register_forward_hook(AfterForward(self))
-        model.register_load_state_dict_pre_hook(BeforeLoad(self))  # type: ignore[no-untyped-call]
+            each.register_forward_pre_hook(Observer(self._before_forward, warns=True), prepend=True)
+        model.register_forward_hook(Observer(self._after_forward))
+        model.register_load_state_dict_pre_hook(Observer(self._before_load))  # type: ignore[no-untyped-call]
         return self
 
     @property
@@ -441,15 +392,9 @@ class ShardHook(Hook):
         self._module_of = {p.name: m for m in self._modules for p in m.target.parameters}
         return self._tensors()
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Any]:
         """Return the parameters by name, as optimizers have them."""
-        return {
-            parameter.name: tensor
-            for module in self._modules
-            for parameter, tensor in zip(
-                module.target.parameters, module.target.tensors, strict=True
-            )
-        }
+        return {n: shard for each in self._modules for n, shard in each.target.named.items()}
 
     def _summarized(
         self,
@@ -464,7 +409,7 @@ class ShardHook(Hook):
         layout = [(each.name, each.dtypes) for each in modules], layouts
         count = sum(len(layout.parameters) for layout in layouts)
         return {
-            **self._summarize(settings.summary(), count, numel, layout),
+            **self._summarize(count, numel, layout),
             **{
                 f"between {name}": between.get(name)
                 for name in ("compressor", "code of compressor", "collective", "memory")
@@ -476,7 +421,6 @@ class ShardHook(Hook):
         self,
         modules: Sequence[Sharded],
         replicas: dist.ProcessGroup | None,
-        summary: Mapping[str, Any],
         refused: str,
     ) -> tuple[dict[str, Store], Roster]:
         """Compare the settings of all ranks in every process group; return a store per group.
@@ -484,16 +428,16 @@ class ShardHook(Hook):
         Replicas also compare which shard of each module they have. The roster has all ranks.
         """
         groups = {each.group.group_name: each.group for each in modules}
-        meetings = [(group, summary) for group in groups.values()]
+        meetings = [(group, self._summary) for group in groups.values()]
         if replicas is not None:
             shards = [each.group.rank() for each in modules]
-            meetings.append((replicas, {**summary, SHARDS: shards}))
+            meetings.append((replicas, {**self._summary, SHARDS: shards}))
         stores: dict[str, Store] = {}
         first: GcbenchError | None = None
         roster = Roster.alone()
         for number, (group, each) in enumerate(meetings):
             # Ranks that timed out in an earlier meeting arrive at the next one later.
-            seconds = (number + 1) * min(self.settings.timeout, handshake.PATIENCE)
+            seconds = (number + 1) * self._patience
             try:
                 store, roster = handshake.meet(group, each, refused, seconds, roster)
                 stores[group.group_name] = store
@@ -522,12 +466,9 @@ class ShardHook(Hook):
             for _, group in module.places(replicas)
         }
         self._groups = {name: self._world_of(group, device) for name, group in groups.items()}
-        try:
+        with self._exchanging():
             for name, world in self._groups.items():
                 world.connect(stores[name], roster)
-        except BaseException as error:
-            self._fail(error)
-            raise
         for module in self._modules:
             for level, group in module.places(replicas):
                 level.world.join(self._groups[group.group_name])
@@ -544,10 +485,8 @@ class ShardHook(Hook):
     def _levels(self) -> list[Level]:
         return [level for module in self._modules for level in module.levels]
 
-    def _watched(self) -> Iterator[Tensor]:
-        for tensor in self._tensors().values():
-            shard: Any = tensor
-            yield shard.to_local()
+    def _watched(self) -> list[Tensor]:
+        return [shard.to_local() for shard in self._tensors().values()]
 
     def _worlds(self) -> list[HookWorld]:
         return [*(level.world for level in self._levels()), *self._groups.values()]
@@ -570,12 +509,7 @@ class ShardHook(Hook):
     # -- training ----------------------------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module) -> None:
-        """Raise the error that ended the last exchange; else begin a step.
-
-        Raises:
-            GcbenchError: the error that ended the last exchange.
-            UsageError: the last pass of this rank did not finish.
-        """
+        """Raise the error that ended the last exchange; else begin a step."""
         root = model is self._root()
         if torch.is_grad_enabled() or (root and self._failed is not None):
             self.raise_failure()
@@ -583,7 +517,8 @@ class ShardHook(Hook):
             return  # in a backward pass activation checkpointing computes the forward pass again
         if torch.is_grad_enabled():
             self._check_frozen()
-            self._locate()
+            with self._exchanging():  # `load_state_dict(assign=True)` makes new parameters
+                self._rates.locate(self._tensors())
             if model.training:
                 self._compare_loaded()
         unfinished = "forward" if self._in_forward else "backward"
@@ -598,24 +533,8 @@ class ShardHook(Hook):
         self._in_forward = True
         self._new_step()
 
-    def _locate(self) -> None:
-        """Find the parameters in the optimizers again: `load_state_dict(assign=True)` makes new.
-
-        Raises:
-            UsageError: the optimizers have none of them any more.
-        """
-        try:
-            self._rates.locate(self._tensors())
-        except UsageError as error:
-            self._fail(error)
-            raise
-
     def _check_frozen(self) -> None:
-        """Warn once about parameters that began to require a gradient after `register`.
-
-        Raises:
-            UsageError: nothing averages their gradients over the replicas.
-        """
+        """Warn once about parameters that began to require a gradient after `register`."""
         names = [
             name for name, parameter in self._frozen_shards if sharded.requires_grad(parameter)
         ]
@@ -636,7 +555,7 @@ class ShardHook(Hook):
         self._frozen_shards = []
         warnings.warn(f"{text}. Its gradient is not compressed. {remedy}", stacklevel=3)
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, model: nn.Module) -> None:
         self._in_forward = False
 
     def _new_step(self) -> None:
@@ -658,10 +577,10 @@ class ShardHook(Hook):
         self._graphs.add(graph)
         self._reduced[module.name] = module
 
-    def _skip(self, fault: Fault) -> None:
+    def _skip(self, error: GcbenchError) -> None:
         """Revert the exchanges of this backward pass; exchange nothing until the next step."""
         if self._skipping is None:
-            self._skipping = fault
+            self._skipping = error
             self._skipped += 1
             for undo in self._undo:
                 undo()
@@ -669,23 +588,6 @@ class ShardHook(Hook):
             for module in self._reduced.values():
                 module.added += not module.stale
                 module.stale = True
-
-    @contextmanager
-    def _exchanging(self, module: _Module | None = None) -> Iterator[None]:
-        """Communicate; after an error begin nothing else, which would wait in vain.
-
-        Raises:
-            GcbenchError: the error that ended an earlier exchange.
-        """
-        self.raise_failure()
-        if module is not None:
-            module.agreed = False
-        try:
-            with torch.no_grad():
-                yield
-        except BaseException as error:
-            self._fail(error, agreed=module is not None and module.agreed)
-            raise
 
 
 class _Collective:
@@ -710,11 +612,7 @@ class _Gather(_Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Write all ranks' inputs to the output, by rank.
-
-        Raises:
-            GcbenchError: a rank failed, here or in an earlier exchange.
-        """
+        """Write all ranks' inputs to the output, by rank."""
         same = (group.rank(), group.size()) == (self.world.ranks[0], self.world.size)
         with self.hook._exchanging(), self.world.together():
             return self.original(
@@ -733,18 +631,13 @@ class _Module(_Collective):
         self.start = start
         self.hook, self.target, self.name, self.layout = hook, target, target.name, layout
         self.rank, self.clock, self.step = target.group.rank(), Totals(target.device), 0
-        self.dtypes = {
-            parameter.name: tensor.dtype
-            for parameter, tensor in zip(target.parameters, target.tensors, strict=True)
-        }
+        self.dtypes = {name: shard.dtype for name, shard in target.named.items()}
         self.added = 0
         """Exchanges that were skipped, or whose mean FSDP added to one that no optimizer had
         applied."""
         self.stale = False
         """Whether the last exchange is one of them."""
-        self.agreed = False
-        """Whether all ranks know of the error that is about to be raised."""
-        self.misfit: Fault | None = None
+        self.misfit: GcbenchError | None = None
         """Why a mean of the last exchange cannot be applied, on this rank."""
         self.inside: Level | None = None
         """None: the module has one shard."""
@@ -808,12 +701,7 @@ class _Module(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write the mean of this rank's row over all ranks' inputs to the output, shape (row,).
-
-        Raises:
-            GcbenchError: the exchange failed, or FSDP requests an operation that cannot be
-                compressed.
-        """
+        """Write the mean of this rank's row over all ranks' inputs to the output, shape (row,)."""
         layout, level = self.layout, self.inside
         assert level is not None
 
@@ -821,7 +709,7 @@ class _Module(_Collective):
             self._check_call(level.world, input_tensor, group, op)
             return layout.take(input_tensor, range(layout.ranks))
 
-        with self.hook._exchanging(self):
+        with self.hook._exchanging():
             self._count_exchange()
             taken = self._agree("reduce-scatter", level, gradients)
             output_tensor.fill_(torch.nan if taken is None else 0)  # zero in padding
@@ -840,12 +728,7 @@ class _Module(_Collective):
                 self.step += 1
 
     def over_replicas(self, row: Tensor) -> None:
-        """Replace this rank's row, shape (row,), by the mean over the replicas.
-
-        Raises:
-            GcbenchError: the exchange failed, or FSDP requests an operation that cannot be
-                compressed.
-        """
+        """Replace this rank's row, shape (row,), by the mean over the replicas."""
         level = self.between
         assert level is not None
 
@@ -853,7 +736,7 @@ class _Module(_Collective):
             self._check_elements(row.numel(), self.layout.row)
             return self.layout.take(row, [self.rank])
 
-        with self.hook._exchanging(self):
+        with self.hook._exchanging():
             taken = None
             if self.inside is None:
                 self._count_exchange()
@@ -880,12 +763,11 @@ class _Module(_Collective):
 
     def _accumulates(self) -> bool:
         """Return whether FSDP will add this mean to one that no optimizer has applied."""
-        pairs: Any = zip(self.target.parameters, self.target.tensors, strict=True)
         return any(
-            tensor.grad is not None
-            and self.hook._rates.waits(parameter.name, self.fresh)
-            and bool(tensor.grad.to_local().any())
-            for parameter, tensor in pairs
+            shard.grad is not None
+            and self.hook._rates.waits(name, self.fresh)
+            and bool(shard.grad.to_local().any())
+            for name, shard in self.target.named.items()
         )
 
     def count(self, row: Tensor) -> None:
@@ -908,28 +790,23 @@ class _Module(_Collective):
             position: the collective that this rank is about to call.
             level: the exchange whose gradients these are.
             gradients: returns them, or raises what is wrong on this rank.
-
-        Raises:
-            GcbenchError: the fault of a rank, on every rank.
         """
-        hook, fault, taken = self.hook, self.hook._skipping, None
-        if fault is None:
+        hook, error, taken = self.hook, self.hook._skipping, None
+        if error is None:
             try:
                 taken = gradients()
-            except GcbenchError as error:
-                fault = Fault.of(error, self.step)
+            except GcbenchError as refused:
+                error = refused.with_traceback(None)
         for number, x in enumerate(taken or []):
-            if fault is None and (name := level.nonfinite(number, x)):
-                fault = Fault.of(check.diverged(dist.get_rank(), name, self.step), self.step)
+            error = error or level.diverged(number, x, self.step)
         common = hook._common(f"{position} of {self.name}", self.step, self.levels)
-        fault = hook._agree(self.levels, fault, common)
-        if fault is None:
+        error = hook._agree(self.levels, error, common)
+        if error is None:
             return taken
-        if fault.kind == "diverged" and hook.settings.on_nonfinite == "skip":
-            hook._skip(fault)
+        if isinstance(error, DivergedError) and hook.settings.on_nonfinite == "skip":
+            hook._skip(error)
             return None
-        self.agreed = True
-        raise fault.error
+        raise error
 
     def _check_call(
         self, world: HookWorld, rows: Tensor, group: dist.ProcessGroup, op: Any
@@ -985,25 +862,18 @@ class _Module(_Collective):
             means = layout.pieces(lane, shard, self.rank)
             dtypes = {p.name: [*{row.dtype, self.dtypes[p.name]}] for p in lane}
             method = exchange.lanes[number].compressor
-            error = check.misfit(method, means, dtypes, self.step)
-            if error is not None and self.misfit is None:
-                self.misfit = Fault.of(error, self.step)
+            self.misfit = self.misfit or check.misfit(method, means, dtypes, self.step)
 
     def _agree_on_means(self, shared: Tensor | None = None) -> None:
         """Raise the first rank's error on every rank: a mean that overflows is only on its owner.
 
         `shared`: the mean that must have the same bits on all replicas.
-
-        Raises:
-            DivergedError: a mean does not fit its parameter's dtype.
-            UsageError: the replicas decoded different means.
         """
-        fault = self.misfit
+        error = self.misfit
         for level in self.levels:
             values = {"position": f"means of {self.name}", "step": self.step}
             if level is self.between and shared is not None:
                 values["mean"] = agreement.digest(shared)
-            fault = self.hook._agree([level], fault, Common.of(values))
-        if fault is not None:
-            self.agreed = True
-            raise fault.error
+            error = self.hook._agree([level], error, Common(values))
+        if error is not None:
+            raise error

@@ -1,16 +1,16 @@
 """What the hooks for DDP and FSDP2 share: arguments, registration, rates, failures, states."""
 
 # Not `from __future__ import annotations`: DDP compares the hook's annotations with classes.
+import dataclasses
 import hashlib
 import inspect
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,18 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from gcbench.core import sealed
-from gcbench.core.compressor import Compressor
-from gcbench.core.errors import PeerLostError, UsageError
+from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.exchange import checked_rate
 from gcbench.core.memory import Memory
 from gcbench.core.world import Traffic
-from gcbench.integrations import agreement, arguments, scheme
-from gcbench.integrations.agreement import Common, Fault
+from gcbench.integrations import agreement, arguments, handshake, scheme
+from gcbench.integrations.agreement import Common
 from gcbench.integrations.hook_world import HookWorld, release
 from gcbench.integrations.level import Level
-from gcbench.integrations.rates import Progress, Rates, checked_policy
+from gcbench.integrations.rates import Rates, checked_policy
 from gcbench.integrations.scheme import Scheme
 
 T = TypeVar("T")
-NONFINITE = ("stop", "skip")
-"""Allowed values of `on_nonfinite`."""
-RESIZE = ("refuse", "redistribute")
-"""Allowed values of `on_resize`."""
 
 
 class UnknownAttributeError(UsageError, AttributeError):
@@ -50,6 +45,23 @@ class HookSettings(Scheme):
     seed: int
     timeout: float
     on_nonfinite: str
+
+    @classmethod
+    def of_call(cls, call: Mapping[str, Any], **fields: Any) -> Self:
+        """Return the settings for the arguments of a call, by name; `fields`: further settings.
+
+        Raises:
+            UsageError: an argument has the wrong type or value.
+        """
+        values = arguments.checked(call)
+        scheme = Scheme.of(
+            *(call["compressor"], call["options"], values["memory"], values["memory_options"]),
+            collective=values.get("collective"),
+        )
+        policy = checked_policy(values.get("on_nonfinite"), call.get("scaler"))
+        values |= {**vars(scheme), "on_nonfinite": policy, **fields}
+        names = [each.name for each in dataclasses.fields(cls) if each.name in values]
+        return cls(**{name: values[name] for name in names})
 
     @property
     def stages(self) -> list[int]:
@@ -83,38 +95,6 @@ class HookSettings(Scheme):
     def momentum(self) -> Memory | None:
         """The memory that applies momentum, if any."""
         return self.memory if self.memory.has_momentum else None
-
-
-def common_settings(
-    compressor: str | Compressor,
-    options: Mapping[str, Any],
-    *,
-    memory: str | None,
-    memory_options: Mapping[str, Any] | None,
-    collective: str | None,
-    dense_below: int,
-    start_step: int,
-    seed: int,
-    timeout: float,
-    scaler: Any,
-    on_nonfinite: str | None,
-) -> dict[str, Any]:
-    """Return the fields of `HookSettings` for a user's arguments.
-
-    Raises:
-        UsageError: an argument has the wrong type or value.
-    """
-    exchanged = Scheme.of(compressor, options, memory, memory_options, collective=collective)
-    if on_nonfinite is not None:
-        arguments.choice("on_nonfinite", on_nonfinite, NONFINITE)
-    return {
-        **vars(exchanged),
-        "dense_below": arguments.integer("dense_below", dense_below),
-        "start_step": arguments.integer("start_step", start_step, sealed.STEPS),
-        "seed": arguments.integer("seed", seed, arguments.SEEDS),
-        "timeout": arguments.number("timeout", timeout, 0.001, finite=True),
-        "on_nonfinite": checked_policy(on_nonfinite, scaler),
-    }
 
 
 class RankState(dict[str, Any]):
@@ -163,63 +143,31 @@ def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
     raise UsageError("a copy of a model has no hook: register a new one on it")
 
 
-class BeforeForward:
-    """Calls a hook before each forward pass of its model. A copy of the model has no hook."""
+class Observer:
+    """Calls a hook about its model. A copy of the model has no hook, and a `Copied` instead."""
 
-    def __init__(self, hook: "Hook") -> None:
-        self._hook = hook
-
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
-        """Let the hook raise or warn."""
-        self._hook._before_forward(model)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return Copied()
-
-    def __reduce__(self) -> Any:
-        return Copied, ()
-
-
-class AfterForward(BeforeForward):
-    """Calls a hook after each forward pass of its model that did not raise."""
-
-    def __call__(self, model: nn.Module, inputs: Any, output: Any = None) -> None:
-        """Notify the hook."""
-        self._hook._after_forward()
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return ignored
-
-    def __reduce__(self) -> Any:
-        return _ignoring, ()
-
-
-class BeforeLoad(AfterForward):
-    """Calls a hook before its model loads a state."""
+    def __init__(self, call: Callable[[nn.Module], None], *, warns: bool = False) -> None:
+        """`warns`: whether the copy warns if it is trained."""
+        self._call, self._warns = call, warns
 
     def __call__(self, model: nn.Module, *arguments: Any) -> None:
-        """Let the hook remember the present parameters."""
-        self._hook._before_load()
+        """Notify the hook."""
+        self._call(model)
 
-
-def ignored(*arguments: Any) -> None:
-    """Replace `AfterForward` and `BeforeLoad` in a copy of a model."""
-
-
-def _ignoring() -> Callable[..., None]:
-    return ignored
+    def __reduce__(self) -> Any:
+        return Copied, (self._warns,)
 
 
 class Copied:
-    """Replaces `BeforeForward` in a copy of a model."""
+    """Replaces an `Observer` in a copy of a model."""
 
-    def __init__(self) -> None:
-        self._warned = False
+    def __init__(self, warns: bool) -> None:
+        self._warns = warns
 
-    def __call__(self, model: nn.Module, inputs: Any) -> None:
+    def __call__(self, model: nn.Module, *arguments: Any) -> None:
         """Warn, once, if the copy is trained."""
-        if model.training and torch.is_grad_enabled() and not self._warned:
-            self._warned = True
+        if self._warns and model.training and torch.is_grad_enabled():
+            self._warns = False
             warnings.warn(
                 "this is a copy of a model whose gradients are compressed, and the copy's are "
                 "not. Register a new hook on the copy to compress them",
@@ -249,6 +197,8 @@ class Hook:
         self._unloaded: object = None
         """Digest of the parameters before the model loaded a state, until the next step."""
         self._failed: BaseException | None = None
+        self._agreed: BaseException | None = None
+        """The last error that all ranks agreed on."""
         self._summary: dict[str, Any] = {}
         self._size = self._skipped = 0
 
@@ -296,7 +246,10 @@ class Hook:
         return total(level.exchange.agreement for level in self._levels())
 
     def _fresh(self, name: str) -> int:
-        """Return how many gradients of a parameter were exchanged; see `Progress`."""
+        """Return how many gradients of a parameter were exchanged since `register`.
+
+        Without those that the loss did not use, and those whose mean FSDP added to the last one.
+        """
         raise NotImplementedError
 
     def _levels(self) -> list[Level]:
@@ -323,43 +276,42 @@ class Hook:
             f"{self.CALL}(...).register(model)"
         )
 
-    def __copy__(self) -> NoReturn:
-        raise UsageError(self._no_copy())
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise UsageError(self._no_copy())
-
     def __reduce__(self) -> NoReturn:
-        raise UsageError(self._no_copy())
-
-    def _no_copy(self) -> str:
-        return (
+        raise UsageError(
             f"a {type(self).__name__} belongs to one model in one process and cannot be copied or "
             f"pickled. Save hook.state_dict(), and load it into a new {self.CALL}(...)"
         )
 
     # -- registration ------------------------------------------------------------------------------
 
-    @contextmanager
-    def _registering(self) -> Iterator[None]:
-        """Forget the optimizer and the scaler of a call of `register` that is refused."""
+    def _prepare_and_meet(
+        self,
+        prepare: Callable[[], Mapping[str, Tensor]],
+        meet: Callable[[str], T],
+        optimizer: Any = None,
+        scaler: Any = None,
+    ) -> T:
+        """Register; after a refusal, here or on another rank, this hook is as before.
+
+        `prepare` examines the model, sets `_summary`, makes the exchanges, needs no other rank, and
+        returns the parameters by name. `meet` compares the ranks' settings; it receives why this
+        one cannot register, or "".
+        """
         restore = self._rates.snapshot()
         try:
-            yield
+            result = meet(self._refused(prepare, optimizer, scaler))
         except BaseException:
             restore()
             raise
+        self._registered, self._loaded = True, None
+        return result
 
-    def _prepared(
+    def _refused(
         self, prepare: Callable[[], Mapping[str, Tensor]], optimizer: Any, scaler: Any
-    ) -> tuple[str, dict[str, Any]]:
-        """Prepare all that needs no other rank; return why this rank cannot register, and settings.
-
-        `prepare` examines the model, sets `_summary`, makes the exchanges, and returns the
-        parameters by name.
-        """
+    ) -> str:
+        """Prepare; return why this rank cannot register, or ""."""
         if self._registered:
-            return "this hook is registered already: make one for each model", {}
+            return "this hook is registered already: make one for each model"
         try:
             checked_policy(self.settings.on_nonfinite, scaler)
             self._rates.add(optimizer, scaler)
@@ -369,17 +321,20 @@ class Hook:
                 self._summary["step"] = self.step
             self._follow_steps(named)
         except UsageError as error:
-            return str(error), {}
-        return "", self._summary
+            return str(error)
+        return ""
 
-    def _summarize(
-        self, scheme: Mapping[str, Any], count: int, numel: int, layout: object
-    ) -> dict[str, Any]:
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for the other ranks to register."""
+        return min(float(self.settings.timeout), handshake.PATIENCE)
+
+    def _summarize(self, count: int, numel: int, layout: object) -> dict[str, Any]:
         """Return what must be the same on all ranks, by a readable name; both hooks add to it."""
         settings = self.settings
         digest = hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
         return {
-            **scheme,
+            **settings.summary(),
             "dense_below": settings.dense_below,
             "start_step": settings.start_step,
             "seed": settings.seed,
@@ -421,22 +376,22 @@ class Hook:
 
     def _follow_steps(self, parameters: Mapping[str, Tensor]) -> None:
         """Read the rates of these parameters, and after each optimizer's step those it applied."""
-        reference = weakref.ref(self)
+        self._rates.bind(parameters, self)
 
-        def stepped(optimizer: torch.optim.Optimizer) -> None:
-            hook = reference()
-            if hook is not None and not hook._closed and hook._failed is None:
-                for level in hook._levels():
-                    level.exchange.assume(level.rates(hook._rates, optimizer))
+    @property
+    def _active(self) -> bool:
+        """Whether gradients are still exchanged."""
+        return not self._closed and self._failed is None
 
-        def progress() -> Progress | None:
-            hook = reference()
-            if hook is None or hook._closed or hook._failed is not None:
-                return None
-            remembers = any(level.remembers for level in hook._levels())
-            return Progress(hook.step, hook._fresh, remembers)
+    @property
+    def _remembers(self) -> bool:
+        """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
+        return any(level.remembers for level in self._levels())
 
-        self._rates.bind(parameters, stepped, progress)
+    def _applied(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the rates at which an optimizer has applied the last means."""
+        for level in self._levels():
+            level.exchange.assume(level.rates(self._rates, optimizer))
 
     def _common(self, position: str, step: int, levels: Sequence[Level]) -> Common:
         """Return what must be the same on all ranks at an exchange of these levels."""
@@ -454,13 +409,15 @@ class Hook:
         else:
             values["hook.lr"] = self._rates.assigned
         values["loss scale"] = self._rates.scale
-        return Common.of(values)
+        return Common(values)
 
-    def _agree(self, levels: Iterable[Level], fault: Fault | None, common: Common) -> Fault | None:
-        """Return the fault of any rank of these levels, the same on all of them; else None."""
+    def _agree(
+        self, levels: Iterable[Level], error: GcbenchError | None, common: Common
+    ) -> GcbenchError | None:
+        """Return the error of any rank of these levels, the same on all of them; else None."""
         for level in levels:
-            fault = agreement.agree(level.exchange, fault, common)
-        return fault
+            error = self._agreed = agreement.agree(level.exchange, error, common)
+        return error
 
     def _look(
         self, level: Level, number: int, gradient: Tensor, skip: Collection[str] = ()
@@ -473,6 +430,17 @@ class Hook:
 
     # -- failures ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Communicate; after an error begin nothing else, which would wait in vain."""
+        self.raise_failure()
+        try:
+            with torch.no_grad():
+                yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     def raise_failure(self) -> None:
         """Raise the error that ended the last exchange, if any."""
         if self._failed is not None:
@@ -482,15 +450,15 @@ class Hook:
         """Return this rank's place in each process group of the hook."""
         raise NotImplementedError
 
-    def _fail(self, error: BaseException, *, agreed: bool = False) -> None:
-        """Raise an error at every later step; stop the other ranks, unless they `agreed` on it.
+    def _fail(self, error: BaseException) -> None:
+        """Raise an error at every later step; stop the other ranks, unless they agreed on it.
 
         They read the error from the store when their collectives fail.
         """
         if self._failed is not None:
             return
         self._failed = error
-        if not agreed:
+        if error is not self._agreed:
             worlds = list(self._worlds())
             if all(world.store_answers for world in worlds):
                 with suppress(PeerLostError):
@@ -507,7 +475,7 @@ class Hook:
     def _digests(self) -> list[int]:
         return [agreement.digest(each.detach().reshape(-1)) for each in self._watched()]
 
-    def _before_load(self) -> None:
+    def _before_load(self, model: nn.Module) -> None:
         """Remember the parameters before `model.load_state_dict`."""
         if self._unloaded is None and self._loads_seen is not None and not self._closed:
             self._unloaded = self._digests()
@@ -516,7 +484,7 @@ class Hook:
         """Warn if the model loaded another state since the last step, and this hook did not."""
         before, self._unloaded = self._unloaded, None
         loaded, self._loads_seen = self._loads != self._loads_seen, self._loads
-        if before is None or loaded or not any(level.remembers for level in self._levels()):
+        if before is None or loaded or not self._remembers:
             return
         if before != self._digests():
             warnings.warn(
@@ -526,12 +494,6 @@ class Hook:
                 "hook.load_state_dict(...)",
                 stacklevel=4,
             )
-
-    def _before_forward(self, model: nn.Module) -> None:
-        raise NotImplementedError
-
-    def _after_forward(self) -> None:
-        raise NotImplementedError
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -610,11 +572,7 @@ class Hook:
             self._loaded = state
 
     def _entry(self, state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
-        """Return this rank's entry of a state, checked except for its exchanges.
-
-        Raises:
-            UsageError: the state is from another rank, world size or configuration, or is damaged.
-        """
+        """Return this rank's entry of a state, checked except for its exchanges."""
         entry = state.get(key_of(rank, size))
         if entry is None:
             remedy = "register a hook without a state, which loses the residuals"
@@ -643,11 +601,7 @@ class Hook:
         sealed.check_seal(entry)
 
     def _entries(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return the checked entries of all ranks of the job that saved a state, by rank.
-
-        Raises:
-            UsageError: the entry of a rank is missing, or has another configuration.
-        """
+        """Return the checked entries of all ranks of the job that saved a state, by rank."""
         sizes = {sealed.entry(entry, "world_size") for entry in state.values()}
         before = max((size for size in sizes if isinstance(size, int)), default=0)
         missing = [r for r in range(before) if key_of(r, before) not in state]

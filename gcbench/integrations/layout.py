@@ -67,6 +67,10 @@ class Layout:
         """Return whether a lane has the parameters that stay in fp32."""
         return self.dense[self.parameters.index(lane[0])]
 
+    def shapes(self, lane: Sequence[Parameter], rank: int) -> list[tuple[int, ...]]:
+        """Return the shapes of a rank's chunks of a lane, without empty ones."""
+        return [p.chunks[rank] for p in lane if 0 not in p.chunks[rank]]
+
     def parts(self, ranks: Sequence[int]) -> list[list[tuple[str, int]]]:
         """Return names and elements of the chunks of `ranks`, per lane in its order."""
         return [

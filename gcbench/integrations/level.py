@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gcbench.core import sealed
 from gcbench.core.clock import Totals
+from gcbench.core.errors import DivergedError
 from gcbench.core.exchange import Buffers, Exchange, Lane
 from gcbench.integrations import check
 from gcbench.integrations.hook_world import HookWorld
@@ -134,12 +135,13 @@ class Level:
             for name, both in squares.items():
                 self.watch.look(name, *both.sqrt().tolist())
 
-    def nonfinite(self, number: int, gradient: Tensor) -> str:
-        """Return the first parameter of a lane whose gradient, 1-D, is not finite; "" if none."""
+    def diverged(self, number: int, gradient: Tensor, step: int) -> DivergedError | None:
+        """Return the error for a lane's gradient, 1-D, that is not finite; else None."""
         if check.is_finite(gradient):
-            return ""
+            return None
         pairs = zip(self.names[number], self.parts[number], strict=True)
-        return next((name for name, part in pairs if not gradient[part].isfinite().all()), "")
+        name = next(name for name, part in pairs if not gradient[part].isfinite().all())
+        return check.diverged(self.world.rank, name, step)
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the current state of the exchange."""

@@ -15,26 +15,27 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import PeerLostError, UsageError
+from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.exchange import Lane, classifier, dense_tensors, lane_of
 from gcbench.core.fragments import Rounds, of_names
-from gcbench.integrations import agreement, arguments, check, handshake, steps
-from gcbench.integrations.agreement import Common, Fault
+from gcbench.integrations import agreement, handshake, steps
+from gcbench.integrations.agreement import Common
 from gcbench.integrations.handshake import Roster
-from gcbench.integrations.hook import BeforeLoad, Hook, HookSettings, RankState, common_settings
+from gcbench.integrations.hook import Hook, HookSettings, Observer, RankState
 from gcbench.integrations.hook_world import HookWorld
 from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates, plain
@@ -46,6 +47,13 @@ HINT = (
     "where it has no batch; a step that a GradScaler skips on one rank is missing there"
 )
 """A possible cause why a rank does not arrive at a round."""
+
+
+SUMMARIZED = (
+    *("every", "dense_last", "outer_lr", "fragments", "delay", "blend"),
+    *("outer_momentum", "outer_nesterov"),
+)
+"""Settings that all ranks must share, besides those of every hook."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,29 +161,7 @@ def local_steps(
             ranks with different settings or parameters.
         gcbench.core.errors.PeerLostError: another rank did not call it.
     """
-    settings = Settings(
-        **common_settings(
-            compressor,
-            options,
-            memory=memory,
-            memory_options=memory_options,
-            collective=collective,
-            dense_below=dense_below,
-            start_step=start_step,
-            seed=seed,
-            timeout=timeout,
-            scaler=None,
-            on_nonfinite="stop",
-        ),
-        every=arguments.integer("every", every),
-        fragments=arguments.integer("fragments", fragments),
-        delay=arguments.integer("delay", delay),
-        blend=arguments.number("blend", blend),
-        dense_last=arguments.flag("dense_last", dense_last),
-        outer_lr=arguments.number("outer_lr", outer_lr, finite=True),
-        outer_momentum=arguments.number("outer_momentum", outer_momentum, finite=True),
-        outer_nesterov=arguments.flag("outer_nesterov", outer_nesterov),
-    )
+    settings = Settings.of_call(locals())
     settings.check()
     if hasattr(optimizer, "averager"):
         raise UsageError(
@@ -222,23 +208,21 @@ class LocalSteps(Hook):
         self._size = group.size()
         if state is not None:
             self._keep(state)
-        refused, summary = self._prepared(lambda: self._prepare(model, group), None, None)
-        if not refused:
-            which = "initial" if state is None else "common"
-            summary = {**summary, f"{which} parameters (SHA-256)": self._origin}
-        seconds = min(settings.timeout, handshake.PATIENCE)
-        store, roster = handshake.meet(group, summary, refused, seconds, Roster.alone())
-        self._registered, self._loaded = True, None
-        try:
+
+        def meet(refused: str) -> tuple[Store, Roster]:
+            summary, which = dict(self._summary), "initial" if state is None else "common"
+            if not refused:
+                summary[f"{which} parameters (SHA-256)"] = self._origin
+            return handshake.meet(group, summary, refused, self._patience, Roster.alone())
+
+        store, roster = self._prepare_and_meet(lambda: self._prepare(model, group), meet)
+        with self._exchanging():
             self._level.world.connect(store, roster)
-        except BaseException as error:
-            self._fail(error)
-            raise
         self._handles: list[Any] = [
             optimizer.register_step_post_hook(steps.uncompiled(lambda *_: self._stepped())),
             steps.after_optimizers(self, LocalSteps._other_stepped),
             optimizer.register_step_pre_hook(steps.uncompiled(lambda *_: self._compare_loaded())),
-            model.register_load_state_dict_pre_hook(BeforeLoad(self)),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(Observer(self._before_load)),  # type: ignore[no-untyped-call]
         ]
 
     @property
@@ -345,11 +329,8 @@ class LocalSteps(Hook):
         self._level.world.hint = HINT
         layout = [(name, shapes[name]) for name in self._names]
         self._summary = {
-            **self._summarize(settings.summary(), len(named), self._level.numel, layout),
-            **{name: getattr(settings, name) for name in ("every", "dense_last", "outer_lr")},
-            **{name: getattr(settings, name) for name in ("fragments", "delay", "blend")},
-            "outer_momentum": settings.outer_momentum,
-            "outer_nesterov": settings.outer_nesterov,
+            **self._summarize(len(named), self._level.numel, layout),
+            **{field: getattr(settings, field) for field in SUMMARIZED},
         }
         return {}
 
@@ -386,7 +367,7 @@ class LocalSteps(Hook):
 
         An optimizer of other parameters of the model does not, nor does one inside this one.
         """
-        if optimizer is self._optimizer or self._closed or self._failed is not None:
+        if optimizer is self._optimizer or not self._active:
             return
         counted, moved = _parameters(self._optimizer), _parameters(optimizer)
         names = [
@@ -446,20 +427,10 @@ class LocalSteps(Hook):
         with self._exchanging():
             self._round(fragments)
 
-    @contextmanager
-    def _exchanging(self) -> Iterator[None]:
-        """Communicate; an error ends the hook on every rank."""
-        try:
-            with torch.no_grad():
-                yield
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _require(self, fault: Fault | None, values: Mapping[str, Any]) -> None:
-        """Raise the fault of any rank, or the difference of values, on every rank."""
-        if (fault := self._agree([self._level], fault, Common.of(values))) is not None:
-            raise fault.error
+    def _require(self, error: GcbenchError | None, values: Mapping[str, Any]) -> None:
+        """Raise the error of any rank, or the difference of values, on every rank."""
+        if (error := self._agree([self._level], error, Common(values))) is not None:
+            raise error
 
     @torch.no_grad()
     def _take_over(self, fragments: Collection[int], blend: float) -> None:
@@ -480,13 +451,13 @@ class LocalSteps(Hook):
         level, step = self._level, self._step - 1
         pairs = zip(self._common_x, self._parameters, strict=True)
         difference = torch.cat([(x.reshape(-1) - p.reshape(-1)) for x, p in pairs])
-        fault, sizes = self._replaced(step), [parts[-1].stop for parts in level.parts]
+        error: GcbenchError | None = self._replaced()
+        sizes = [parts[-1].stop for parts in level.parts]
         for number, part in enumerate(torch.split(difference, sizes)):
-            if fault is None and (name := level.nonfinite(number, part)):
-                fault = Fault.of(check.diverged(level.world.rank, name, step), step)
+            error = error or level.diverged(number, part, step)
         common = self._common("exchange of local steps", step, [level])
         level.world.place[0] = f"the exchange after {self._step} optimizer steps"
-        self._require(fault, {**common.values, "common parameters (SHA-256)": self._origin})
+        self._require(error, {**common.values, "common parameters (SHA-256)": self._origin})
         lanes = [i for i, fragment in enumerate(self._fragments) if fragment in fragments]
         mean = level.exchange.mean([difference], step, self.settings.outer_lr, lanes)
         chosen = self._in(fragments)
@@ -499,7 +470,7 @@ class LocalSteps(Hook):
         self._outer.step()
         self._outer.zero_grad()
 
-    def _before_load(self) -> None:
+    def _before_load(self, model: nn.Module) -> None:
         """Remember the parameters before `model.load_state_dict`."""
         if self._unloaded is None:
             self._unloaded = _digest(self._parameters)
@@ -510,18 +481,17 @@ class LocalSteps(Hook):
             self._overwritten |= _digest(self._parameters) != self._unloaded
             self._unloaded = None
 
-    def _replaced(self, step: int) -> Fault | None:
-        """Return a fault if something replaced parameters; warn about further ones."""
+    def _replaced(self) -> UsageError | None:
+        """Return an error if something replaced parameters; warn about further ones."""
         self._compare_loaded()
         if self._overwritten:
-            error = UsageError(
+            return UsageError(
                 f"rank {self._level.world.rank}: model.load_state_dict changed parameters after "
                 "gcbench.local_steps was called, and the exchange would send the change as if "
                 "training had made it. Load first, then call gcbench.local_steps. To return to an "
                 "earlier step also load its rounds.state_dict(), or call rounds.close() and "
                 "gcbench.local_steps again"
             )
-            return Fault.of(error, step)
         registered = dict(zip(self._names, self._parameters, strict=True))
         present = dict(self._model.named_parameters(remove_duplicate=False))
         numbers = {id(p) for p in present.values()}
@@ -531,13 +501,12 @@ class LocalSteps(Hook):
             if present.get(name, p) is not p and id(p) not in numbers
         ]
         if names:
-            error = UsageError(
+            return UsageError(
                 f"rank {self._level.world.rank}: {', '.join(names[:3])} of the model is another "
                 "parameter object than when gcbench.local_steps was called, so an exchange would "
                 "not reach the model. Replace parameters first, then create the optimizer and "
                 "call gcbench.local_steps"
             )
-            return Fault.of(error, step)
         numbers = {id(p) for p in registered.values()}
         names = [name for name, p in present.items() if p.requires_grad and id(p) not in numbers]
         if names and "parameters" not in self._warned:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,25 +15,19 @@ from gcbench.core.errors import UsageError
 from gcbench.core.exchange import checked_rate
 from gcbench.integrations import steps
 
+if TYPE_CHECKING:
+    from gcbench.integrations.hook import Hook
+
 IDLE = 2
 """Steps of one optimizer without an exchange between them, at which the hook warns."""
 REPEATED = 2
 """Successive steps with several exchanges before each of them, at which the hook warns."""
 OFTEN, SHARE = 5, 0.1
 """Steps with several exchanges before them, in all and per step, at which the hook warns."""
+Moved = Sequence[tuple[str, float]]
+"""Names of the parameters that a step moved, with their rates."""
 STEP_HOOKS = "_optimizer_step_post_hooks"
 """Attribute of every optimizer whose class calls `torch.optim.Optimizer.__init__`."""
-
-
-class Progress(NamedTuple):
-    """How far a hook is when an optimizer steps."""
-
-    exchanges: int
-    fresh: Callable[[str], int]
-    """Returns how many gradients of a parameter were exchanged, by its name, without those that the
-    loss did not use and those whose mean FSDP added to the last one."""
-    remembers: bool
-    """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
 
 
 class Rates:
@@ -54,16 +49,15 @@ class Rates:
         self.assigned: float | None = None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         self.scaler: Any = None
-        self._parameters: dict[str, int] = {}
-        """Name -> id of each parameter; `_names` is the inverse."""
         self._names: dict[int, str] = {}
+        """Id of each parameter -> its name."""
         self._handles: list[Any] = []
         self._warned: set[str] = set()
         """Kinds of warnings so far: each is issued once."""
         self._unsuitable = unsuitable
-        self._progress: Callable[[], Progress | None] = lambda: None
+        self._owner: Callable[[], Hook | None] = lambda: None
         self._applied: dict[str, int] = {}
-        """Name -> its `fresh` exchanges at the last step that moved this parameter."""
+        """Name -> its exchanges (`Hook._fresh`) at the last step that moved this parameter."""
         self._repeats: dict[str, int] = {}
         """Name -> successive steps until then that had several exchanges before them."""
         self._often: dict[str, tuple[int, int]] = {}
@@ -107,30 +101,17 @@ class Rates:
         source = "optimizer" if self.optimizers else "hook.lr"
         return source + (" and scaler" if self.scaler is not None else "")
 
-    def bind(
-        self,
-        parameters: Mapping[str, Tensor],
-        stepped: Callable[[torch.optim.Optimizer], None],
-        progress: Callable[[], Progress | None],
-    ) -> None:
-        """Read the rates of these parameters; call `stepped` with an optimizer after its steps.
-
-        `progress`: returns None if the hook does not exchange.
+    def bind(self, parameters: Mapping[str, Tensor], hook: Hook) -> None:
+        """Read the rates of these parameters, which `hook` exchanges, and observe their steps.
 
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
-        self._progress, now = progress, progress()
-        if now is not None:
-            self._last = now.exchanges
+        self._owner, self._last = weakref.ref(hook), hook.step
         if not self._handles:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
         self.locate(parameters)
-        for optimizer in self.optimizers:
-            call = steps.uncompiled(lambda one, *_: stepped(one))
-            handle = optimizer.register_step_post_hook(call)
-            self._handles.append(handle)
 
     def locate(self, parameters: Mapping[str, Tensor]) -> None:
         """Find the parameters in the optimizers, by the objects that the model has now.
@@ -139,8 +120,7 @@ class Rates:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
         before = self._names
-        self._parameters = {name: id(parameter) for name, parameter in parameters.items()}
-        self._names = {number: name for name, number in self._parameters.items()}
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         if not self.optimizers or self._names == before:
             return
         if not any(rate is not None for rate in self.of([*parameters])):
@@ -151,16 +131,30 @@ class Rates:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn about a step at another rate, by another rule, or after no or several exchanges."""
-        if self.optimizers:
-            self._compare(optimizer)
-        progress = self._progress()
-        if progress is None:
+        moved, hook = [*self._moves(optimizer)], self._hook()
+        followed = any(optimizer is each for each in self.optimizers)
+        if self.optimizers and not followed:
+            self._compare(optimizer, moved)
+        if hook is None:
             return
-        if any(True for _ in self._moves(optimizer)):
-            self._suit(optimizer)
-        if progress.remembers:
-            self._repeat(optimizer, progress)
-        self._count(optimizer, progress.exchanges)
+        if followed:
+            hook._applied(optimizer)
+        if moved and (why := self._unsuitable(optimizer)):
+            self._warn("suit", why)
+        if hook._remembers:
+            self._repeat(optimizer, moved, hook)
+        self._count(optimizer, moved, hook.step)
+
+    def _hook(self) -> Hook | None:
+        """Return the hook if it exchanges gradients."""
+        hook = self._owner()
+        return hook if hook is not None and hook._active else None
+
+    def _warn(self, kind: str, text: str, level: int = 6) -> None:
+        """Issue a warning, once of each kind; `level`: as `stacklevel` in `warnings.warn`."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=level)
 
     def _moves(self, optimizer: Any) -> Iterator[tuple[str, float]]:
         """Yield the hook's parameters with a gradient that an optimizer moves, with the rates."""
@@ -174,21 +168,15 @@ class Rates:
         """Return whether no optimizer has applied the last of a parameter's exchanges."""
         return fresh > self._applied.get(name, 0)
 
-    def _suit(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, once, if an optimizer must not apply the method's means."""
-        if "suit" not in self._warned and (why := self._unsuitable(optimizer)):
-            self._warned.add("suit")
-            warnings.warn(why, stacklevel=5)
-
-    def _repeat(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Warn, once, if several exchanges of a parameter precede many of the steps that move it.
+    def _repeat(self, optimizer: torch.optim.Optimizer, moved: Moved, hook: Hook) -> None:
+        """Warn if several exchanges of a parameter precede many of the steps that move it.
 
         The method's state then has a part of gradients that were exchanged twice or discarded. A
         single step after several exchanges is the next one after a step that the job left out.
         """
         texts = []
-        for name, _ in self._moves(optimizer):
-            fresh = progress.fresh(name)
+        for name, _ in moved:
+            fresh = hook._fresh(name)
             count, self._applied[name] = fresh - self._applied.get(name, 0), fresh
             self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
             often, all_steps = self._often.get(name, (0, 0))
@@ -197,10 +185,10 @@ class Rates:
                 texts.append(f"{name} {count} times per step")
             elif often >= OFTEN and often >= SHARE * all_steps:
                 texts.append(f"{name} several times before {often} of {all_steps} steps")
-        if not texts or "repeat" in self._warned:
+        if not texts:
             return
-        self._warned.add("repeat")
-        warnings.warn(
+        self._warn(
+            "repeat",
             f"the hook exchanges the gradient of {texts[0]} of "
             f"{type(optimizer).__name__}, and the method's residuals, momentum or update rule keep "
             "a part of each. If the job accumulates gradients under DDP, run all forward and "
@@ -208,84 +196,76 @@ class Rates:
             "adversarial attack or SAM does, run those passes under no_sync(), or freeze the "
             "parameters by requires_grad_(False), or use torch.autograd.grad. An optimizer that "
             'evaluates a closure several times needs memory="none"',
-            stacklevel=5,
         )
 
     def warn_unapplied(self) -> None:
-        """Warn, once, if a state is saved between the exchange of a gradient and its step."""
-        progress = self._progress()
-        if "unapplied" in self._warned or progress is None or not progress.remembers:
+        """Warn if a state is saved between the exchange of a gradient and its step."""
+        hook = self._hook()
+        if hook is None or not hook._remembers:
             return
-        names = [name for name in self._applied if self.waits(name, progress.fresh(name))]
+        names = [name for name in self._applied if self.waits(name, hook._fresh(name))]
         if names:
-            self._warned.add("unapplied")
-            warnings.warn(
-                f"the hook's state is saved at step {progress.exchanges}, and no optimizer has "
+            self._warn(
+                "unapplied",
+                f"the hook's state is saved at step {hook.step}, and no optimizer has "
                 f"applied the last exchanged gradient of {names[0]}. A job that resumes from it "
                 "loses that gradient, or counts a part of it twice. Save after optimizer.step(). "
                 "If the job left that step out, nothing is wrong",
-                stacklevel=3,
+                4,
             )
 
-    def _count(self, optimizer: torch.optim.Optimizer, exchanges: int) -> None:
-        """Warn, once, if an optimizer steps again and again and no gradient passes the hook.
+    def _count(self, optimizer: torch.optim.Optimizer, moved: Moved, exchanges: int) -> None:
+        """Warn if an optimizer steps again and again and no gradient passes the hook.
 
         Steps with the rate 0 do not count: torch makes them to initialize an optimizer's state.
         """
-        if "idle" in self._warned:
-            return
         if exchanges != self._last:
             self._last, self._idle = exchanges, {}
             return
-        if not any(rate for _, rate in self._moves(optimizer)):
+        if not any(rate for _, rate in moved):
             return
         count = self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
         if count >= IDLE:
-            self._warned.add("idle")
-            warnings.warn(
+            self._warn(
+                "idle",
                 f"{type(optimizer).__name__} made {count} steps, and no gradient passed through "
                 f"the hook, which is at step {exchanges}: nothing is compressed, and unless "
                 "something else averages the gradients, the ranks drift apart. Run the forward "
                 "pass of the model on which the hook is registered: not model.module(x), not "
                 "another wrapper of the same module, and not under no_sync at every step. "
                 "hook.close() discards a hook that is not used",
-                stacklevel=5,
             )
 
     def _check_scaler(self, scaler: Any, optimizer: Any) -> None:
-        """Warn, once, if a GradScaler other than `scaler` scales gradients of the parameters."""
-        if scaler is self.scaler or "scaler" in self._warned or self._progress() is None:
+        """Warn if a GradScaler other than `scaler` scales gradients of the parameters."""
+        if scaler is self.scaler or self._hook() is None:
             return
         groups = getattr(optimizer, "param_groups", ())
         if not any(id(p) in self._names for group in groups for p in group["params"]):
             return
         if self.scaler is not None and self.scaler.get_scale() == scaler.get_scale():
             return  # the user's scaler may contain this one
-        self._warned.add("scaler")
-        warnings.warn(
+        self._warn(
+            "scaler",
             f"a GradScaler with the scale {scaler.get_scale():g} that the hook does not follow "
             f"steps {type(optimizer).__name__}: residuals, if the method has them, are in units of "
             "scaled gradients and wrong after each change of the scale. Pass it to the hook or to "
             "register: scaler=scaler",
-            stacklevel=4,
+            5,
         )
 
-    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn, once, if another optimizer moves a parameter at a rate that is not followed."""
-        if "rate" in self._warned or any(optimizer is each for each in self.optimizers):
-            return
-        moved = [*self._moves(optimizer)]
+    def _compare(self, optimizer: torch.optim.Optimizer, moved: Moved) -> None:
+        """Warn if another optimizer moves a parameter at a rate that is not followed."""
         followed = self.of([name for name, _ in moved])
         for (name, rate), expected in zip(moved, followed, strict=True):
             if expected is None or not math.isclose(rate, expected, rel_tol=1e-6):
-                self._warned.add("rate")
-                warnings.warn(
+                self._warn(
+                    "rate",
                     f"an optimizer that the hook does not follow ({type(optimizer).__name__}) "
                     f"moves {name} with the learning rate {rate:g}; the hook follows "
                     f"{'none' if expected is None else f'{expected:g}'} for it. Pass all "
                     "optimizers: optimizer=[first, second]. For one that replaces another, "
                     "close the hook and register a new one; its state keeps the residuals",
-                    stacklevel=5,
                 )
                 return
 
@@ -301,7 +281,7 @@ class Rates:
         """
         if not self.optimizers:
             return [self.assigned] * len(names)
-        rates: dict[int, float] = {}
+        rates: dict[str | None, float] = {}
         for optimizer in self.optimizers if stepped is None else [stepped]:
             for group in optimizer.param_groups:
                 if "lr" not in group:
@@ -310,8 +290,8 @@ class Rates:
                         "hook.lr at each step instead of optimizer="
                     )
                 rate = checked_rate(group["lr"])
-                rates |= {id(parameter): rate for parameter in group["params"]}
-        return [rates.get(self._parameters[name]) for name in names]
+                rates |= {self._names.get(id(parameter)): rate for parameter in group["params"]}
+        return [rates.get(name) for name in names]
 
     @property
     def scale(self) -> float | None:
@@ -329,11 +309,11 @@ class Rates:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the present sources, and stops observing later ones."""
-        sources = self.optimizers, self.scaler, self._parameters, self._names
+        sources = self.optimizers, self.scaler, self._names
         count = len(self._handles)
 
         def restore() -> None:
-            self.optimizers, self.scaler, self._parameters, self._names = sources
+            self.optimizers, self.scaler, self._names = sources
             for handle in self._handles[count:]:
                 handle.remove()
             del self._handles[count:]

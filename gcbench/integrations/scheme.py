@@ -16,7 +16,6 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
-from gcbench.integrations import arguments
 
 FREE = (
     *("gcbench", "code of compressor", "between code of compressor"),
@@ -48,16 +47,12 @@ class Scheme:
         memory_options: Mapping[str, Any] | None,
         *,
         collective: str | None = None,
-        prefix: str = "",
     ) -> Self:
-        """Return the scheme for the user's arguments; `prefix`: of their names, for errors.
+        """Return the scheme for the user's arguments.
 
         Raises:
-            UsageError: an argument of the wrong type, an unknown name or field, or an illegal
-                combination.
+            UsageError: an unknown name or field, or an illegal combination.
         """
-        arguments.optional_text(f"{prefix}memory", memory)
-        arguments.optional_mapping(f"{prefix}memory_options", memory_options)
         methods = stages(compressor, options or {})
         for method in methods.values():
             collective = check_legal(method, collective)
@@ -120,10 +115,6 @@ def _memory(name: str | None, options: Mapping[str, Any] | None, methods: Stages
     """Return the memory with this name, or in this file; for None the method's default.
 
     Fields of the default memory that are not given have the method's values.
-
-    Raises:
-        UsageError: an unknown name or field, error feedback around a code that may diverge, or
-            masking of sent elements by a method that sends every element.
     """
     method = methods[0]
     if name is None:

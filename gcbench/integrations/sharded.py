@@ -6,7 +6,7 @@ the parameters behind it. Only this module reads them, from private attributes t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from gcbench.core.errors import UsageError
 from gcbench.integrations import handshake
@@ -45,14 +46,14 @@ class Sharded:
     group: dist.ProcessGroup
     """The ranks that hold one shard each."""
     device: torch.device
-    tensor_parallel: bool
     records: tuple[Any, ...]
     """torch's records of the parameters, private FSDPParams."""
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parameters as optimizers have them: this rank's shards, which a load may replace."""
-        return tuple(each.sharded_param for each in self.records)
+    def named(self) -> dict[str, Any]:
+        """Name -> parameter as optimizers have it: this rank's shard, which a load may replace."""
+        pairs = zip(self.parameters, self.records, strict=True)
+        return {parameter.name: record.sharded_param for parameter, record in pairs}
 
     @property
     def beside(self) -> list[str]:
@@ -82,7 +83,7 @@ class Sharded:
                 'over replicas. Call fully_shard(..., mesh=mesh["shard"]) and '
                 'register(model, replicas=mesh["replicate"])'
             )
-        if self.tensor_parallel:
+        if any(record.is_dtensor for record in self.records):
             raise UsageError(
                 f"{self.name} is tensor parallel (its parameters were DTensors before "
                 "fully_shard), which was never tested. Shard the model by FSDP alone"
@@ -118,9 +119,14 @@ REDUCE = (
 
 def takes_unused() -> bool:
     """Return whether this torch can send zeros for parameters without a gradient."""
-    from torch.distributed.fsdp import FSDPModule
-
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, module and torch's private state of the modules that FSDP shards."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module, module._get_fsdp_state()
 
 
 def modules(model: nn.Module) -> list[Sharded]:
@@ -129,10 +135,6 @@ def modules(model: nn.Module) -> list[Sharded]:
     Raises:
         UsageError: there are none, torch accepts no hook, or its internals differ.
     """
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:
-        FSDPModule = None  # type: ignore[assignment, misc]
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise UsageError(
             f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter. Tested "
@@ -140,18 +142,16 @@ def modules(model: nn.Module) -> list[Sharded]:
         )
     prefixes = {id(module): prefix for prefix, module in model.named_modules()}
     result: dict[int, Sharded] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            name = prefix or "the root module"
-            try:
-                state: Any = module._get_fsdp_state()
-                if id(state) not in result and (each := _read(name, module, state, prefixes)):
-                    result[id(state)] = each
-            except AttributeError as error:
-                raise UsageError(
-                    f"FSDP2 of torch {torch.__version__} has unexpected internals ({error}). "
-                    f"Tested versions: {TRIED}"
-                ) from error
+    try:
+        for name, module, state in _states(model):
+            name = name or "the root module"
+            if id(state) not in result and (each := _read(name, module, state, prefixes)):
+                result[id(state)] = each
+    except AttributeError as error:
+        raise UsageError(
+            f"FSDP2 of torch {torch.__version__} has unexpected internals ({error}). "
+            f"Tested versions: {TRIED}"
+        ) from error
     if not result:
         raise UsageError(
             f"register received a {type(model).__name__} without a sharded module whose "
@@ -162,12 +162,7 @@ def modules(model: nn.Module) -> list[Sharded]:
 
 
 def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sharded | None:
-    """Return one module as torch's private state describes it; None without trainable parameters.
-
-    Raises:
-        AttributeError: the state has unexpected internals.
-        UsageError: its parameters are in several groups of ranks, or in none.
-    """
+    """Return a module as torch's private state describes it; None without trained parameters."""
     groups = _groups(state)
     if len(groups) > 1:
         raise UsageError(
@@ -189,16 +184,12 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
         full = _full_name(each, prefixes)
         dim = each.fsdp_placement.dim
         parameters.append(Parameter.of(full, each._orig_size, dim, group.size()))
-        holder = (
-            param_group if hasattr(param_group, "mp_policy") else each
-        )  # torch 2.15: by parameter
-        policy = holder.mp_policy
+        # In torch 2.15 each parameter has a policy.
+        policy = (param_group if hasattr(param_group, "mp_policy") else each).mp_policy
         dtypes.append(policy.reduce_dtype or policy.param_dtype or each.sharded_param.dtype)
-    parallel = any(each.is_dtensor for each in trained)
     return Sharded(
         *(name, module, param_group, tuple(parameters), tuple(dtypes), group),
-        *(param_group.device, parallel),
-        records=tuple(trained),
+        *(param_group.device, tuple(trained)),
     )
 
 
@@ -223,27 +214,20 @@ def gathering(model: nn.Module) -> list[tuple[Any, Any]]:
 
     Each with torch's private record of its parameters. Frozen modules are included.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    pairs = []
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = _groups(state)
-            if len(groups) != 1 or not hasattr(groups[0].mesh_info, "shard_process_group"):
-                continue
-            if type(groups[0]._all_gather_comm).__name__ == "DefaultAllGather":
-                pairs.append((module, groups[0]))
-    return pairs
+    pairs = [(module, _groups(state)) for _, module, state in _states(model)]
+    return [
+        (module, groups[0])
+        for module, groups in pairs
+        if len(groups) == 1
+        and hasattr(groups[0].mesh_info, "shard_process_group")
+        and type(groups[0]._all_gather_comm).__name__ == "DefaultAllGather"
+    ]
 
 
 def frozen(model: nn.Module) -> list[tuple[str, Any]]:
     """Return name and torch's private record of sharded parameters without a gradient."""
-    from torch.distributed.fsdp import FSDPModule
-
     prefixes = {id(module): prefix for prefix, module in model.named_modules()}
-    states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    groups = [group for state in states for group in _groups(state)]
+    groups = [group for *_, state in _states(model) for group in _groups(state)]
     records = {id(each): each for group in groups for each in group.fsdp_params}.values()
     return [(_full_name(each, prefixes), each) for each in records if not requires_grad(each)]
 
@@ -259,13 +243,8 @@ def requires_grad(parameter: Any) -> bool:
 
 def in_backward(model: nn.Module) -> bool:
     """Return whether a backward pass of a model has begun and has not ended."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            return bool(state._state_ctx.post_backward_final_callback_queued)
-    return False
+    first = next(_states(model), None)
+    return first is not None and bool(first[2]._state_ctx.post_backward_final_callback_queued)
 
 
 def group_of(replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

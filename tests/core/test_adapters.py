@@ -203,10 +203,12 @@ def test_a_false_claim_is_refused():
 
 
 def test_what_is_not_of_the_form_is_refused():
-    with pytest.raises(UsageError, match="compress"):
+    with pytest.raises(UsageError, match="'compress'"):
         grace(dict)
-    with pytest.raises(UsageError, match="compress"):
+    with pytest.raises(UsageError, match="'compress'"):
         horovod(dict)
+    with pytest.raises(UsageError, match="'decompress'"):
+        horovod(type("Half", (), {"compress": staticmethod(lambda tensor: (tensor.half(), None))}))
 
 
 @pytest.mark.parametrize("parts", [0, 1, 3])

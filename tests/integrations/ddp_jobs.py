@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import digest
+from jobs import collection, digest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -210,6 +210,17 @@ def resuming(one: Compressor) -> str:
     return "twoshot" if "twoshot" in legal else legal[-1]
 
 
+def traits(one: Compressor) -> tuple[object, ...]:
+    """Return that by which a method's exchange differs from those of others: its kind."""
+    segments = Segments.of([(64,)])
+    return (
+        isinstance(one, MultiRoundCompressor),
+        one.memory,
+        one.draw_shared(Context(segments, key=Key(0, 0, 0))) is not None,
+        bool(codec.prepare(one, torch.ones(64), Context(segments)).statistic.numel()),
+    )
+
+
 def representatives(collectives: Collection[str] = ()) -> list[str]:
     """Return the methods that are the first with something by which an exchange differs.
 
@@ -219,15 +230,11 @@ def representatives(collectives: Collection[str] = ()) -> list[str]:
     result = []
     for name in registry.compressors():
         one = registry.compressor(name)
-        segments = Segments.of([(64,)])
         declared = (
-            isinstance(one, MultiRoundCompressor),
-            one.memory,
+            *traits(one),
             type(one.rule),
             "groups" if isinstance(one.granularity, int) else one.granularity,
-            one.layout(segments) is None,
-            one.draw_shared(Context(segments, key=Key(0, 0, 0))) is not None,
-            bool(codec.prepare(one, torch.ones(64), Context(segments)).statistic.numel()),
+            one.layout(Segments.of([(64,)])) is None,
         )
         legal = [each for each in one.legal_collectives() if each in (collectives or (each,))]
         if not seen.issuperset(ways := {(each, *declared) for each in legal}):
@@ -296,12 +303,7 @@ def resumed(rank: int, name: str, options: dict[str, Any], rates: tuple[float, .
     return flat(ddp)
 
 
-JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
-
-
-def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
-    JOBS[function.__name__] = function
-    return function
+JOBS, job = collection()
 
 
 @job
@@ -481,11 +483,6 @@ def channels_last(rank: int, size: int) -> dict[str, Any]:
     return result
 
 
-def residual(hook: Any, name: str) -> Tensor:
-    placed = next(each for each in hook._plan.tensors if each.name == name)
-    return plans.state_views(hook._level.exchange, hook._plan, placed)["residual"].clone()
-
-
 @job
 def unused(rank: int, size: int) -> dict[str, Any]:
     """A branch that no rank uses at step 2, and only rank 0 at step 3."""
@@ -517,10 +514,10 @@ def unused(rank: int, size: int) -> dict[str, Any]:
             owners[1] is None or torch.equal(owners[1], owners[2])
         )
         branch = ddp.module.branch.weight
-        present = [residual(hook, "branch.weight").clone(), branch.grad.clone()]
+        present = [residuals(hook)["branch.weight"], branch.grad.clone()]
         x, y = batch(0, rank)
         cross_entropy(ddp(x, branch=False), y).backward()  # DDP passes on the earlier gradient
-        later = [residual(hook, "branch.weight"), branch.grad]
+        later = [residuals(hook)["branch.weight"], branch.grad]
         result[name] = {
             "earlier gradient": [torch.equal(*pair) for pair in zip(present, later, strict=True)],
             "none": steps,
@@ -713,18 +710,19 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
 def corrected(rank: int, size: int) -> dict[str, Any]:
     """Register again after a refusal: of this rank's model, of another rank's, of a state."""
     result: dict[str, Any] = {}
-    optimizers, before = [], comm_hook("onebit", **METHOD)
+    before = comm_hook("onebit", **METHOD)
     first = hooked(rank, before)
     for name in ("all", "one", "state"):
         hook = comm_hook("onebit", **METHOD)
         if name == "state":
             hook.load_state_dict(changed(before.state_dict(), rank=size))
         wrong = wrapped(model())
-        optimizers.append(torch.optim.SGD(wrong.parameters(), lr=0.1))
+        words = {
+            "optimizer": torch.optim.SGD(wrong.parameters(), lr=0.1),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=1.0),
+        }
         if name == "all" or (name == "one" and rank == 1):
             wrong.requires_grad_(False)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        words = {"optimizer": optimizers[-1], "scaler": scaler}
         result[f"{name}, refused"] = refused(partial(hook.register, wrong, **words))
         if name == "state":
             hook.load_state_dict({})
@@ -736,7 +734,7 @@ def corrected(rank: int, size: int) -> dict[str, Any]:
             train(ddp, optimizer, range(STEPS), rank)
         result[name] |= {
             "equal": torch.equal(flat(ddp), first),
-            "observers": [len(o._optimizer_step_post_hooks) for o in (optimizers[-1], optimizer)],
+            "followed": hook._rates.optimizers == (optimizer,),
         }
         hook.close()
     return result
@@ -1174,12 +1172,10 @@ def checks(rank: int, size: int) -> dict[str, Any]:
             on_check=comparisons.append,
             dense_below=50,
         )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            hooked(rank, hook, steps=range(3))
+        texts = warned(partial(hooked, rank, hook, steps=range(3)))
         hook.close()
         result[name] = {
-            "warnings": [str(w.message) for w in caught],
+            "warnings": texts,
             "records": [dataclasses.asdict(record) for record in hook.records],
             "calls": len(comparisons),
             "checked": hook.checked.payload_up,
@@ -1292,10 +1288,9 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     ddp = wrapped(model())
     hook.register(ddp)
     hook.lr = 0.1 * (1 + rank)
-    began = time.perf_counter()
-    result["ranks differ, backward"] = refused(lambda: ddp(x).sum().backward())
+    seconds = refused(lambda: ddp(x).sum().backward())["seconds"]
     result["ranks differ"] = refused(lambda: ddp(x))
-    result["ranks differ"]["seconds"] = time.perf_counter() - began
+    result["ranks differ"]["seconds"] += seconds
     hook.close()
     other = torch.optim.SGD(model().parameters(), lr=0.1)
     result["another model's"] = refused(lambda: register(comm_hook("onebit", optimizer=other)))
@@ -1304,12 +1299,13 @@ def rates(rank: int, size: int) -> dict[str, Any]:
     for name, rates_of in (("topk", [1.0] * 60), ("onebit", [1.0] * 12 + [1e-3] * 3)):
         ddp = wrapped(model())
         hook = comm_hook(name).register(ddp)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+
+        def follow(ddp: Any = ddp, hook: Any = hook, rates_of: Any = rates_of) -> None:
             for step, lr in enumerate(rates_of):
                 hook.lr = lr
                 train(ddp, torch.optim.SGD(ddp.parameters(), 0.01), range(step, step + 1), rank)
-        result["warnings"].append([str(w.message) for w in caught if "residual" in str(w.message)])
+
+        result["warnings"].append([text for text in warned(follow) if "residual" in text])
         hook.close()
     return result
 
@@ -1588,10 +1584,9 @@ def copies(rank: int, size: int) -> dict[str, Any]:
         with torch.no_grad():
             result[f"{name}, evaluated"] = torch.equal(copied.eval()(x), plain.module(x))
         copied.train()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            cross_entropy(copied(x), y).backward()
-        result[f"{name}, warned"] = [str(w.message) for w in caught]
+        result[f"{name}, warned"] = warned(
+            lambda copied=copied: cross_entropy(copied(x), y).backward()
+        )
         pairs = zip(copied.parameters(), plain.parameters(), strict=True)
         result[name] = all(torch.equal(a.grad, b.grad) for a, b in pairs)
         other = comm_hook("topk", **METHOD).register(copied)
@@ -1670,10 +1665,8 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     ddp = wrapped(part, find_unused_parameters=True)
     hook = comm_hook("none").register(ddp)
     part.branch.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(ddp, sgd(ddp), range(2), rank)
-    result["unfrozen"] = [str(w.message) for w in caught if "branch" in str(w.message)]
+    texts = warned(partial(train, ddp, sgd(ddp), range(2), rank))
+    result["unfrozen"] = [text for text in texts if "branch" in text]
     hook.close()
 
     def add(net: Any) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, warned
-from jobs import digest
+from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, traits, warned
+from jobs import collection, digest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -29,9 +29,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import gcbench
-from gcbench.core import codec, registry, sealed
+from gcbench.core import registry, sealed
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import fsdp, handshake
@@ -245,12 +244,7 @@ def resumed(
     return ended(again)
 
 
-JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
-
-
-def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
-    JOBS[function.__name__] = function
-    return function
+JOBS, job = collection()
 
 
 @job
@@ -321,18 +315,8 @@ def kinds() -> list[str]:
     result: dict[Any, str] = {}
     for name in registry.compressors():
         method = registry.compressor(name)
-        if not method.rule.plain:
-            continue
-        segments = Segments.of([(64,)])
-        key = Key(0, 0, 0)
-        declared = (
-            method.legal_collectives()[0],
-            isinstance(method, MultiRoundCompressor),
-            method.memory,
-            method.draw_shared(Context(segments, key=key)) is not None,
-            bool(codec.prepare(method, torch.ones(64), Context(segments)).statistic.numel()),
-        )
-        result.setdefault(declared, name)
+        if method.rule.plain:
+            result.setdefault((method.legal_collectives()[0], *traits(method)), name)
     return [*result.values()]
 
 
@@ -658,7 +642,7 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     result["half again"] = refused(lambda: odd.register(half_of, optimizer=optimizer))
     net = sharded()
     result["corrected"] = refused(lambda: odd.register(net, optimizer=sgd(net)))
-    result["corrected"]["observers"] = len(optimizer._optimizer_step_post_hooks)
+    result["corrected"]["forgotten"] = optimizer not in odd._rates.optimizers
     result["state of another rank"] = refused(lambda: loaded(rank=size))
     result["state of other settings"] = refused(lambda: loaded(seed=3))
     result["state of another format"] = refused(lambda: loaded(format=99))
@@ -820,10 +804,8 @@ def unfrozen(rank: int, size: int) -> dict[str, Any]:
     with torch.no_grad():
         net(batch(0, rank)[0])
     net.branch.requires_grad_(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(net, range(2), rank)
-    return {"warned": [str(w.message) for w in caught if "branch" in str(w.message)]}
+    texts = warned(partial(train, net, range(2), rank))
+    return {"warned": [text for text in texts if "branch" in text]}
 
 
 @job

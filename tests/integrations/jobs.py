@@ -27,6 +27,20 @@ PRELOAD = "GCBENCH_TESTS_PRELOAD"
 """Environment variable with modules that the fork server imports, once instead of once per rank."""
 
 
+Job = Callable[[int, int], dict[str, Any]]
+
+
+def collection() -> tuple[dict[str, Job], Callable[[Job], Job]]:
+    """Return an empty dict of jobs by name, and a decorator that adds a function to it."""
+    by_name: dict[str, Job] = {}
+
+    def job(function: Job) -> Job:
+        by_name[function.__name__] = function
+        return function
+
+    return by_name, job
+
+
 def work(member: Any, module: str, methods: list[str], jobs: list[str]) -> dict[str, Any]:
     """Run jobs of a module in this process, one of a gloo group; return their results by name.
 

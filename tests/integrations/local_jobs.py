@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.utils.prune
 from ddp_jobs import changed, refused, warned
-from jobs import digest
+from jobs import collection, digest
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -45,12 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Configs of `gcbench run`, of which `arguments` makes those of `local_steps`."""
 RESUMED = ("sparse", "stages", "fragments", "on the way")
-JOBS: dict[str, Callable[[int, int], dict[str, Any]]] = {}
-
-
-def job(function: Callable[[int, int], dict[str, Any]]) -> Callable[[int, int], dict[str, Any]]:
-    JOBS[function.__name__] = function
-    return function
+JOBS, job = collection()
 
 
 def arguments(config: Config) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gcbench.core import registry
 from gcbench.core.compressor import MultiRoundCompressor, Segments, layout_bytes
 from gcbench.core.errors import UsageError
 from gcbench.integrations import fsdp, scheme, sharded
-from gcbench.integrations.hook import AfterForward, ignored
+from gcbench.integrations.hook import Copied, Observer
 from gcbench.integrations.layout import Layout, Parameter
 from gcbench.integrations.scheme import Scheme
 
@@ -390,7 +390,7 @@ def test_a_hook_is_registered_after_a_refusal_with_another_optimizer():
     for result in of("refusals"):
         assert result["half again"]["kind"] == "UsageError"
         assert result["corrected"]["text"] == ""
-        assert result["corrected"]["observers"] == 0, "of the optimizer of the refused call"
+        assert result["corrected"]["forgotten"], "the optimizer of the refused call"
 
 
 @pytest.mark.parametrize("name", ["part", "root", "root, reentrant"])
@@ -418,8 +418,9 @@ def test_an_optimizer_of_parameters_that_a_load_replaced_is_refused():
 
 
 def test_a_pickled_model_has_no_hook():
-    after = AfterForward(gcbench.shard_hook("int8"))
-    assert pickle.loads(pickle.dumps(after)) is copy.deepcopy(after) is ignored
+    observer = Observer(gcbench.shard_hook("int8")._after_forward)
+    for each in (pickle.loads(pickle.dumps(observer)), copy.deepcopy(observer)):
+        assert isinstance(each, Copied)
 
 
 def test_a_module_unfrozen_after_register_is_named():
@@ -466,12 +467,6 @@ def test_methods_without_twoshot_are_refused(name):
 @pytest.mark.parametrize(
     ("words", "options", "message"),
     [
-        (["terngard"], {}, "Did you mean 'terngrad'"),
-        (["terngrad"], {"klip": 2}, "unknown field of compressor 'terngrad': 'klip'"),
-        (["topk"], {"memory": "residul"}, "Did you mean 'residual'"),
-        (["terngrad"], {"memory": "residual"}, "--memory none"),
-        (["none"], {"dense_below": -1}, "dense_below=-1"),
-        (["none"], {"start_step": -1}, "start_step=-1"),
         (["none"], {"between": "hadamrd4"}, "Did you mean 'hadamard4'"),
         (["none"], {"between": "qsgd", "between_options": {"bits": 2}}, "unknown field.*'bits'"),
         (["none"], {"between_options": {"levels": 2}}, "between_options=.* without between"),
