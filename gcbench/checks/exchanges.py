@@ -32,6 +32,12 @@ FEEDBACK_STEPS = 100
 PLAIN = UpdateRule()
 
 
+def simulated(lane: Lane, workers: int, seed: int = 7) -> Exchange:
+    """Return an exchange of one lane between simulated workers, with one thread."""
+    world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
+    return Exchange(world, [lane], seed, Clock(world.device))
+
+
 def exchanged_mean(
     method: Compressor,
     collective: str,
@@ -52,31 +58,14 @@ def exchange_steps(
     lr: float = 1.0,
 ) -> tuple[Iterator[Tensor], Exchange]:
     """Return the means of these steps, one list of gradients per step, and their exchange."""
-    world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
-    clock = Clock(world.device)
-    clock.start_step()
     lane = Lane(method, collective, 0, calls.segments_of(method, shapes), carried, rule=rule)
-    exchanging = Exchange(world, [lane], 7, clock)
+    exchanging = simulated(lane, len(steps[0]))
     return (exchanging.mean(list(xs), step, lr) for step, xs in enumerate(steps)), exchanging
 
 
 WARM_UP = 3
 """Steps in fp32 before the steps that check memory and update rule."""
 RULE_SHAPES = ((40, 33), (7,), (1030,))
-
-
-def rule_steps(
-    method: Compressor,
-    code: Compressor,
-    steps: Sequence[Sequence[Tensor]],
-    shapes: inputs.Shapes = RULE_SHAPES,
-    *,
-    resume: bool = False,
-    rates: Sequence[float] = (1.0,),
-) -> Iterator[Tensor]:
-    """Yield the updates that a method's memory and update rule compute, see `steps_of`."""
-    carried, rule = memory.of(method), method.rule
-    return steps_of(carried, rule, code, steps, shapes, resume=resume, rates=rates)
 
 
 def steps_of(
@@ -101,20 +90,14 @@ def steps_of(
     exact = Lane(none, "allreduce", 0, whole, carried.dense(), rule=rule.dense())
     lossy = Lane(code, collective, 0, calls.segments_of(code, shapes), carried, rule=rule)
 
-    def make(step: int) -> Exchange:
-        world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
-        clock = Clock(world.device)
-        clock.start_step()
-        return Exchange(world, [exact if step < WARM_UP else lossy], 7, clock)
-
-    current = make(0)
+    current = simulated(exact, len(steps[0]))
     for step, xs in enumerate(steps):
         if step == WARM_UP:
             current.change([lossy])
         yield current.mean(list(xs), step, rates[step % len(rates)]).clone()
         if resume and step == WARM_UP:
             others = [[-x for x in each] for each in steps]
-            later = make(0)
+            later = simulated(exact, len(steps[0]))
             later.change([lossy])
             for worker in range(len(xs)):
                 later.load_state_dict(current.state_dict(worker), worker)
@@ -337,8 +320,10 @@ def resumed(method: Compressor) -> Measurement:
     steps = [
         [inputs.normal(n, 10 * step + rank) for rank in range(2)] for step in range(WARM_UP + 3)
     ]
-    whole = rule_steps(method, method, steps)
-    parted = rule_steps(method, method, steps, resume=True)
+    whole, parted = (
+        steps_of(memory.of(method), method.rule, method, steps, RULE_SHAPES, resume=resume)
+        for resume in (False, True)
+    )
     wrong = sum(not same(a, b) for a, b in zip(whole, parted, strict=True))
     return Measurement(f"{wrong} steps differ", "0", wrong == 0)
 
@@ -377,7 +362,8 @@ def updates(method: Compressor) -> Measurement:
         if declared is None:
             raise NotDeclaredError("no uncompressed optimizer is declared")
         each = [[gradient] * workers for gradient in gradients]
-        applied = rule_steps(method, registry.compressor("none"), each, shapes, rates=rates)
+        carried, none = memory.of(method), registry.compressor("none")
+        applied = steps_of(carried, method.rule, none, each, shapes, rates=rates)
         for step, (actual, want) in enumerate(zip(applied, declared, strict=True)):
             if not same(actual, want):
                 where = (
