@@ -46,17 +46,33 @@ class Interval(NamedTuple):
         low = max(0.0, self.low)
         return self._replace(mean=self.mean**2, low=low**2, high=self.high**2)
 
-    def distance(self, point: float = 0.0) -> Interval:
-        """Return the interval of the distance from `point`."""
-        low, high = self.low - point, self.high - point
-        least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
-        far = max(abs(low), abs(high))
-        return self._replace(mean=abs(self.mean - point), low=least, high=far)
+    def distance(self) -> Interval:
+        """Return the interval of the distance from 0."""
+        low, high = sorted((abs(self.low), abs(self.high)))
+        least = 0.0 if self.low <= 0 <= self.high else low
+        return self._replace(mean=abs(self.mean), low=least, high=high)
 
 
 def always(worst: float, n: int) -> Interval:
     """Return the interval for n observations that must all obey the bound: the worst of them."""
     return Interval(worst, worst, worst, n, EVERY)
+
+
+def worst(values: Sequence[float | None]) -> Interval:
+    """Return `always` for the largest of these observations; NaN if one is NaN or None."""
+    numbers = [*map(number, values)]
+    return always(math.nan if any(map(math.isnan, numbers)) else max(numbers), len(numbers))
+
+
+def number(value: float | None) -> float:
+    """Return the value; NaN for None, which stands for it in records."""
+    return math.nan if value is None else value
+
+
+def magnitude(deviation: float, half: float, n: int, over: str, allowed: float) -> Interval:
+    """Return the interval of |deviation|, of half width `half`; the lower limit less `allowed`."""
+    size = abs(deviation)
+    return Interval(size, max(0.0, size - half - allowed), size + half, n, over)
 
 
 def interval(values: Sequence[float], over: str, level: float = LEVEL) -> Interval:
@@ -65,12 +81,9 @@ def interval(values: Sequence[float], over: str, level: float = LEVEL) -> Interv
     mean = math.fsum(values) / n if all(map(math.isfinite, values)) else math.nan
     if n == 1 or math.isnan(mean):
         return Interval(mean, -math.inf, math.inf, n, over)
-    half = quantile(n - 1, 1 - level) * _deviation(values, mean) / math.sqrt(n)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = quantile(n - 1, 1 - level) * deviation / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n, over)
-
-
-def _deviation(values: Sequence[float], mean: float) -> float:
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def against(values: Sequence[float], others: Sequence[float], over: str) -> Interval:
