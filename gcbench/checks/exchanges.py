@@ -27,6 +27,9 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld
 
+SHAPES = ((40, 33), (0,), (1,), (1030,))
+"""A bucket with a matrix, an empty tensor, a scalar and a vector."""
+N = 40 * 33 + 1031
 WORKER_COUNTS = (1, 2, 3, 5, 8)
 FEEDBACK_STEPS = 100
 PLAIN = UpdateRule()
@@ -138,8 +141,7 @@ def exact_means(method: Compressor) -> Measurement:
     """Small integers of the declared families are exact, from one worker and as a mean."""
     if not method.claims.exact_for:
         raise NotDeclaredError("no family of inputs is declared exact")
-    shapes = [(40, 33), (0,), (1,), (1030,)]
-    segments = calls.segments_of(method, shapes)
+    segments = calls.segments_of(method, SHAPES)
     done, faults = 0, []
     for family in method.claims.exact_for:
         make = inputs.EXACT[family]
@@ -154,7 +156,7 @@ def exact_means(method: Compressor) -> Measurement:
             xs, expected = exact_mean(method, collective, family, segments, workers)
             done += 1
             if count_inexact(
-                exchanged_mean(method, collective, xs, shapes), expected, method.claims.portable
+                exchanged_mean(method, collective, xs, SHAPES), expected, method.claims.portable
             ):
                 faults.append(f"{family}, {workers} workers, {collective}")
     what = f"{done} means, {len(method.claims.exact_for)} round trips"
@@ -209,14 +211,13 @@ def collectives(method: Compressor) -> Measurement:
     undefined = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
     if not compared or (len(compared) == 1 and (undefined or compared == ["allgather"])):
         raise NotDeclaredError("a single collective, or one that encodes the mean again")
-    shapes = [(40, 33), (0,), (1,), (1030,)]
     wrong = 0
     for workers in (2, 3, 4, 5, 8):
-        xs = [(1 + rank) * inputs.normal(40 * 33 + 1031, rank) for rank in range(workers)]
-        means = [exchanged_mean(method, collective, xs, shapes) for collective in compared]
+        xs = [(1 + rank) * inputs.normal(N, rank) for rank in range(workers)]
+        means = [exchanged_mean(method, collective, xs, SHAPES) for collective in compared]
         wrong += sum(not same(means[0], other) for other in means[1:])
         if not undefined and "allgather" not in compared:
-            wrong += not near(means[0], exchanged_mean(method, "allgather", xs, shapes))
+            wrong += not near(means[0], exchanged_mean(method, "allgather", xs, SHAPES))
     return Measurement(f"{wrong} means differ", "0", wrong == 0, ", ".join(compared))
 
 
@@ -253,10 +254,8 @@ def telescoping(method: Compressor) -> Measurement:
         raise NotDeclaredError("not contractive")
     if method.claims.aggregate != "mean":
         raise NotDeclaredError("the update is not a mean of the payloads")
-    shapes, workers = [(40, 33), (1,), (1030,)], 2
-    n = 40 * 33 + 1031
     draw = torch.Generator().manual_seed(1)
-    grads = torch.randn(FEEDBACK_STEPS, workers, n, generator=draw) + torch.randn(n, generator=draw)
+    grads = torch.randn(FEEDBACK_STEPS, 2, N, generator=draw) + torch.randn(N, generator=draw)
     worst, longest = 0.0, 0
     for collective in method.legal_collectives():
         steps = [list(step) for step in grads]
@@ -264,9 +263,9 @@ def telescoping(method: Compressor) -> Measurement:
             steps = steps[:25]
         longest = max(longest, len(steps))
         means, finished = exchange_steps(
-            method, collective, steps, shapes, memory.make("residual", {})
+            method, collective, steps, [(40, 33), (1,), (1030,)], memory.make("residual", {})
         )
-        applied = torch.zeros(n, dtype=torch.float64)
+        applied = torch.zeros(N, dtype=torch.float64)
         for mean in means:
             applied += mean.double()
         states = [states[0] for states in finished.workers]
@@ -285,14 +284,13 @@ def buffers(method: Compressor) -> Measurement:
     Two exchanges run the same steps. One overwrites its buffers and gradients after each step; its
     means and memories must have the same bits.
     """
-    shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
-    n = 40 * 33 + 1031
+    wrong, done = [], 0
     carried = memory.of(method)
     for collective in method.legal_collectives():
-        steps = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
+        steps = [[inputs.normal(N, 10 * step + rank) for rank in range(3)] for step in range(4)]
         copies = [[x.clone() for x in xs] for xs in steps]
-        means, left = exchange_steps(method, collective, steps, shapes, carried, method.rule)
-        others, right = exchange_steps(method, collective, copies, shapes, carried, method.rule)
+        means, left = exchange_steps(method, collective, steps, SHAPES, carried, method.rule)
+        others, right = exchange_steps(method, collective, copies, SHAPES, carried, method.rule)
         for step, xs in enumerate(copies):
             mean = next(means)
             other = next(others).clone()
