@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.exchanges import SHAPES
 from gcbench.checks.outcome import Outcome
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
@@ -25,15 +26,13 @@ PROCESSES = 3
 
 def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
     """Return `digest` by collective, or what the method raised, under "error"."""
-    carried = memory.of(method)
-    segments = calls.segments_of(method, [(40, 33), (0,), (1,), (1030,)])
     try:
-        return {
-            collective: digest(
-                Lane(method, collective, 0, segments, carried, rule=method.rule), world
-            )
+        carried, segments = memory.of(method), calls.segments_of(method, SHAPES)
+        lanes = [
+            Lane(method, collective, 0, segments, carried, rule=method.rule)
             for collective in method.legal_collectives()
-        }
+        ]
+        return {lane.collective: digest(lane, world) for lane in lanes}
     except Exception as error:  # reported as a row
         return {"error": f"{type(error).__name__}: {error}"}
 
