@@ -46,11 +46,12 @@ class Interval(NamedTuple):
         low = max(0.0, self.low)
         return self._replace(mean=self.mean**2, low=low**2, high=self.high**2)
 
-    def distance(self) -> Interval:
-        """Return the interval of the distance from 0."""
-        low, high = sorted((abs(self.low), abs(self.high)))
-        least = 0.0 if self.low <= 0 <= self.high else low
-        return self._replace(mean=abs(self.mean), low=least, high=high)
+    def distance(self, point: float = 0.0) -> Interval:
+        """Return the interval of the distance from `point`."""
+        low, high = self.low - point, self.high - point
+        least = 0.0 if low <= 0 <= high else min(abs(low), abs(high))
+        far = max(abs(low), abs(high))
+        return self._replace(mean=abs(self.mean - point), low=least, high=far)
 
 
 def always(worst: float, n: int) -> Interval:

@@ -59,8 +59,8 @@ def test_the_rule() -> None:
     near = result._replace(mean=1.0, low=0.985, high=1.015)
     assert judge(near, 1.0) == "holds"
     assert judge(near._replace(high=1.03), 1.0) == "undecided"
-    assert result.distance()[:2] == (2.0, 0.0)
-    away = result._replace(mean=-2.0, low=-3.0, high=-1.0).distance()
+    assert result.distance(2.0)[:2] == (0.0, 0.0)
+    away = result._replace(low=1.0, high=3.0).distance(4.0)
     assert (away.mean, away.low, away.high) == (2.0, 1.0, 3.0)
 
 
