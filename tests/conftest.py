@@ -144,13 +144,16 @@ def real_data() -> Path:
 @pytest.fixture
 def third_party(monkeypatch):
     """Return a function that puts a folder with the module `somebodys` on the path, for a test."""
-    from gcbench.checks import properties
     from gcbench.core import registry
     from gcbench.training import sinks
 
     def forget():
-        entries = registry.compressors, registry.memories, registry.tasks, sinks.registered
-        for cached in (*entries, properties._configurations):
+        for cached in (
+            registry.compressors,
+            registry.memories,
+            registry.tasks,
+            sinks.registered,
+        ):
             cached.cache_clear()
 
     def put(folder: str) -> None:

@@ -15,6 +15,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,7 +35,6 @@ from gcbench.core.compressor import (
     Compressor,
     Key,
     MultiRoundCompressor,
-    Payload,
     Segments,
     fuses_feedback,
     requantizes,
@@ -85,18 +85,20 @@ class Search:
                 break
         return self.findings
 
-    @property
-    def exact(self) -> Sequence[str]:
-        """The families of inputs that the method declares to transmit exactly."""
-        claims = self.calls.method.claims
-        return claims.exact_for if claims.portable else ()
-
     def _start(self) -> None:
-        try:
+        with self._at("shapes [40x50]; normal values"):
             self.profile = oracle.profile(self.calls)
+
+    @contextmanager
+    def _at(self, where: str) -> Iterator[None]:
+        """Make a finding of an exception; `where`: the input."""
+        try:
+            yield
+        except FaultError as fault:
+            self.findings.append(Finding(fault.function, fault.what, where))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            self.findings.append(Finding(self.calls.last, what, "shapes [40x50]; normal values"))
+            self.findings.append(Finding(self.calls.last, what, where))
 
     def _try(self, case: Case) -> Trial | RoundsTrial | None:
         self.inputs += 1
@@ -109,7 +111,9 @@ class Search:
 
     def _pairs(self) -> None:
         seen: list[tuple[Case, tuple[bytes, ...]]] = []
-        for case in cases(self.profile, self.effort, self.seed, self.exact):
+        claims = self.calls.method.claims
+        exact = claims.exact_for if claims.portable else ()
+        for case in cases(self.profile, self.effort, self.seed, exact):
             trial = self._try(case)
             if trial is None:
                 return
@@ -128,13 +132,8 @@ class Search:
     def _sweeps(self) -> None:
         for where, look in sweep_keys(self.calls, self.profile, self.effort):
             self.inputs += 1
-            try:
+            with self._at(where):
                 look()
-            except FaultError as fault:
-                self.findings.append(Finding(fault.function, fault.what, where))
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self.findings.append(Finding(self.calls.last, what, where))
             if self.findings:
                 return
         for case in (
@@ -174,25 +173,16 @@ class Search:
         segments, key = calls_of.segments_of(method, inputs.FAR), Key(7, 1_000_003, 77)
         x = inputs.far_values()
         calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
-        where = f"shapes {inputs.describe(inputs.FAR)}; normal values"
-        try:
-            shared = calls.shared([x], segments, key)
-            decoded = calls.decode(calls.encode(x, segments, shared, key), segments, shared)
+        with self._at(f"shapes {inputs.describe(inputs.FAR)}; normal values"):
+            decoded, _ = calls.round_trip(x, segments, key)
             oracle.finite("decode", decoded, segments.numel)
-        except FaultError as fault:
-            self.findings.append(Finding(fault.function, fault.what, where))
-            return
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self.findings.append(Finding(calls.last, what, where))
-            return
-        start = 0
-        for part, actual in zip(x.tensor_split(32), decoded.tensor_split(32), strict=True):
-            if not float(part @ actual) > 0:
-                what = f"nothing arrives from element {start:,} to {start + len(part):,}"
-                self.findings.append(Finding("decode(encode(x))", what, where))
-                return
-            start += len(part)
+            start = 0
+            for part, actual in zip(x.tensor_split(32), decoded.tensor_split(32), strict=True):
+                stop = start + len(part)
+                if not float(part @ actual) > 0:
+                    what = f"nothing arrives from element {start:,} to {stop:,}"
+                    raise FaultError("decode(encode(x))", what)
+                start = stop
 
     def _same_length(self) -> None:
         """Buckets of one length and other segments, one after the other and mixed."""
@@ -237,8 +227,7 @@ class Search:
             if isinstance(method, MultiRoundCompressor):
                 state = calls.initial_state(segments, key)
                 return calls.rounds([x], segments, state, key, torch.zeros(len(x)))[0][0]
-            shared = calls.shared([x], segments, key)
-            return calls.decode(calls.encode(x, segments, shared, key), segments, shared).clone()
+            return calls.round_trip(x, segments, key)[0].clone()
 
         earlier, later = (calls_of.segments_of(method, shapes) for shapes in buckets)
         first = Segments(earlier.offsets, earlier.shapes)
@@ -248,14 +237,9 @@ class Search:
         while len(stored) < 1000 and id(stored[-1]) != place:
             stored.append(Segments(later.offsets, later.shapes))
         where = f"shapes {inputs.describe(buckets[1])} after {inputs.describe(buckets[0])}"
-        try:
+        with self._at(where):
             what = "of segments that are stored elsewhere, it"
             same_bits("decode(encode(x))", result(stored[-1]), result(stored[0]), what)
-        except FaultError as fault:
-            self.findings.append(Finding(fault.function, fault.what, where))
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self.findings.append(Finding(calls.last, what, where))
 
     def _not_finite(self) -> None:
         """NaN or infinite elements: an error, or finite values."""
@@ -280,22 +264,15 @@ class Search:
         key: Key,
     ) -> None:
         """Search with one of these values at one of these places."""
-        calls, n = self.calls, segments.numel
+        n = segments.numel
         for bad, place in itertools.product(bad_values, places):
             if self.findings:
                 return
             xs = [inputs.values(n, rank) for rank in range(3)]
             xs[1][list(place)] = bad
             where = f"{bad} in {'all elements' if len(place) > 1 else f'element {place[0]}'}"
-            try:
+            with self._at(where), suppress(PayloadError, UsageError):
                 self._handled(xs, segments, key)
-            except (PayloadError, UsageError):
-                continue
-            except FaultError as fault:
-                self.findings.append(Finding(fault.function, fault.what, where))
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                self.findings.append(Finding(calls.last, what, where))
 
     def _handled(self, xs: Sequence[Tensor], segments: Segments, key: Key) -> None:
         calls, method, n = self.calls, self.calls.method, segments.numel
@@ -310,11 +287,8 @@ class Search:
         ]
 
         def refused_or_finite(function: str, call: Callable[[], Tensor]) -> None:
-            try:
-                actual = call()
-            except (PayloadError, UsageError):
-                return
-            oracle.finite(function, actual, n)
+            with suppress(PayloadError, UsageError):
+                oracle.finite(function, call(), n)
 
         refused_or_finite("decode", lambda: calls.decode(payloads[1], segments, shared))
         if requantizes(method) or "allgather" in method.legal_collectives():
@@ -328,7 +302,10 @@ class Search:
                 ),
             )
         if "allreduce" in method.legal_collectives():
-            refused_or_finite("decode_sum", lambda: self._sum(payloads, segments, shared))
+            refused_or_finite(
+                "decode_sum",
+                lambda: calls.decode_sum(calls.total(payloads, segments, shared), segments, shared),
+            )
         if fuses_feedback(method):
             left = torch.zeros(n)
             sent = calls.encode_feedback(xs[1], left, segments, shared, key._replace(rank=1))
@@ -345,40 +322,24 @@ class Search:
         calls.scale, calls.workers, calls.lr = (0, 0), 1, 1.0
         segments = calls_of.segments_of(method, ((length,),))
 
-        def decoded(x: Tensor) -> tuple[Tensor, Tensor]:
-            shared = calls.shared([x], segments, key)
-            return calls.decode(calls.encode(x, segments, shared, key), segments, shared), shared
-
         where, rest = f"{length} elements: 1, then fractions of it", length - 1
         tried, lost = [], []
-        try:
+        with self._at(where):
             for part in torch.split(torch.arange(1, 4097) / 4096.0, rest):
                 x = torch.ones(length)
                 x[1 : len(part) + 1] = part
                 tried.append(x[1:])
-                lost.append((decoded(x)[0] - x).double()[1:].square())
-            values, errors = torch.cat(tried), torch.cat(lost)
-            worst = int((rest * errors / (1 + rest * values.double().square())).argmax())
-            x = torch.full((length,), float(values[worst]))
-            x[0] = 1.0
-            where = f"{length} elements: 1, then {float(values[worst]):.6g}"
-            actual, shared = decoded(x)
+                lost.append((calls.round_trip(x, segments, key)[0] - x).double()[1:].square())
+        if self.findings:
+            return
+        values, errors = torch.cat(tried), torch.cat(lost)
+        worst = int((rest * errors / (1 + rest * values.double().square())).argmax())
+        x = torch.full((length,), float(values[worst]))
+        x[0] = 1.0
+        with self._at(f"{length} elements: 1, then {float(values[worst]):.6g}"):
+            actual, shared = calls.round_trip(x, segments, key)
             energy = oracle.error_energy(x, actual)
             oracle.contraction(calls, x, segments, shared, [energy], random=False)
-        except FaultError as fault:
-            self.findings.append(Finding(fault.function, fault.what, where))
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self.findings.append(Finding(calls.last, what, where))
-
-    def _sum(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Tensor:
-        summands = [self.calls.summand(p, len(payloads), segments, shared) for p in payloads]
-        columns = zip(*(summand.parts for summand in summands), strict=True)
-        total = Payload(
-            tuple(torch.stack(column).sum(0, dtype=column[0].dtype) for column in columns),
-            len(payloads),
-        )
-        return self.calls.decode_sum(total, segments, shared)
 
 
 def process_state() -> dict[str, Any]:
@@ -397,11 +358,11 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def mean_fault(method: Compressor, workers: Sequence[int] = (1, 2, 3, 5, 8, 16)) -> str:
+def mean_fault(method: Compressor) -> str:
     """Return how `mean`, `merge` or `decode_sum` breaks its definition on short inputs, or ""."""
     calls = Calls(method)
     profile = oracle.profile(calls)
-    for count in workers:
+    for count in (1, 2, 3, 5, 8, 16):
         fault, _ = attempt(calls, profile, Case(((40, 33), (0,), (1,), (1030,)), workers=count))
         if fault is not None and fault.function in ("mean", "merge", "decode_sum"):
             return f"{fault} ({count} workers)"
@@ -415,18 +376,14 @@ def shrunk(
     calls: Calls, profile: Profile, case: Case, fault: FaultError, tries: int
 ) -> tuple[Case, FaultError]:
     """Return the smallest input within `tries` steps on which the same function still fails."""
-    left = tries
-    progress = True
-    while progress and left > 0:
-        progress = False
-        for smaller in simpler(case):
-            if left <= 0:
-                break
-            left -= 1
-            other, _ = attempt(calls, profile, smaller)
-            if other is not None and other.function == fault.function:
-                case, fault, progress = smaller, other, True
-                break
+    candidates = simpler(case)
+    for _ in range(tries):
+        smaller = next(candidates, None)
+        if smaller is None:
+            break
+        other, _ = attempt(calls, profile, smaller)
+        if other is not None and other.function == fault.function:
+            case, fault, candidates = smaller, other, simpler(smaller)
     return case, fault
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -26,18 +27,16 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.checks import inputs
+from gcbench.checks import exchanges, inputs
 from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case
 from gcbench.checks.oracle import profile
 from gcbench.checks.outcome import Outcome
 from gcbench.checks.trial import Trial
 from gcbench.core import memory
-from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Key, MultiRoundCompressor, Segments
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.world import Link, SimulatedWorld
+from gcbench.core.exchange import Lane
 
 ARGUMENTS = ("uniform", "shared", "shapes", "seed", "step", "rank", "offset")
 STEPS = 30
@@ -66,8 +65,7 @@ class Reference(NamedTuple):
         }
         if "uniform" in self.wanted:
             arguments["uniform"] = ops.random.uniform(key, len(x)).numpy()
-        pairs = zip(segments.offsets, segments.offsets[1:], strict=False)
-        places = [slice(a, b) for a, b in pairs]
+        places = [slice(a, b) for a, b in itertools.pairwise(segments.offsets)]
         options = {name: arguments[name] for name in self.wanted}
         return self._called(self.function, len(x), x.numpy().copy(), places, **options)
 
@@ -88,10 +86,6 @@ class Reference(NamedTuple):
                 f"{self.path}: {function.__name__} returned shape {result.shape}; ({n},) expected"
             )
         return torch.from_numpy(result.astype(np.float32))
-
-
-def _average(decoded: Any) -> Any:
-    return decoded.mean(0)
 
 
 def load(path: Path) -> Reference:
@@ -120,7 +114,8 @@ def load(path: Path) -> Reference:
     tolerance = float(getattr(module, "TOLERANCE", 0.0))
     if not 0 <= tolerance < 1:
         raise UsageError(f"--against {path}: TOLERANCE = {tolerance}; from 0 to below 1 allowed")
-    return Reference(path, function, getattr(module, "mean", _average), tolerance, wanted)
+    average = getattr(module, "mean", lambda decoded: decoded.mean(0))
+    return Reference(path, function, average, tolerance, wanted)
 
 
 def compare(method: Compressor, reference: Reference) -> Iterator[Outcome]:
@@ -221,17 +216,11 @@ def _training(method: Compressor, reference: Reference) -> str:
         off /= len(rows)
         return torch.cat([(off.T @ features_of_step).reshape(-1), off.sum(0)])
 
-    def agreed(xs: Sequence[Tensor], key: Key) -> Tensor:
-        return Calls(method).shared(xs, segments, key)
-
     feeds = method.memory == "residual"
     carried = memory.make(
         "residual" if feeds else "none", dict(method.memory_options) if feeds else {}
     )
-    world = SimulatedWorld(WORKERS, torch.device("cpu"), Link(10, 50), 1, 1)
-    clock = Clock(world.device)
-    clock.start_step()
-    exchange = Exchange(world, [Lane(method, "allgather", 0, segments, carried)], 7, clock)
+    exchange = exchanges.simulated(Lane(method, "allgather", 0, segments, carried), WORKERS)
     decay = float(getattr(carried, "decay", 0.0))
     ours = torch.zeros(segments.numel)
     theirs = torch.zeros(segments.numel)
@@ -243,7 +232,7 @@ def _training(method: Compressor, reference: Reference) -> str:
             torch.add(gradient(theirs, rank, step), residuals[rank], alpha=decay)
             for rank in range(WORKERS)
         ]
-        shared = agreed(offered, Key(7, step, 0))
+        shared = Calls(method).shared(offered, segments, Key(7, step, 0))
         sent = [
             reference.decoded(one, segments, shared, Key(7, step, rank))
             for rank, one in enumerate(offered)

@@ -19,7 +19,6 @@ from gcbench.core.compressor import (
     Compressor,
     Context,
     Key,
-    Layout,
     MultiRoundCompressor,
     Payload,
     Segments,
@@ -172,6 +171,11 @@ class Calls:
         ctx = self.context(segments, shared, workers)._replace(key=key, out=out)
         return codec.decode(self.method, payload, ctx)
 
+    def round_trip(self, x: Tensor, segments: Segments, key: Key) -> tuple[Tensor, Tensor]:
+        """Return what a single worker's x decodes to, and `shared`."""
+        shared = self.shared([x], segments, key)
+        return self.decode(self.encode(x, segments, shared, key), segments, shared), shared
+
     def cut(self, payload: Payload, segments: Segments, bounds: Sequence[int]) -> list[Payload]:
         """Return the payload's shards."""
         self._note("cut", segments, len(bounds) - 1, self.key.step)
@@ -219,6 +223,17 @@ class Calls:
         self._note("summand", segments, workers, self.key.step)
         return self.method.summand(payload, self.context(segments, shared, workers))
 
+    def total(self, payloads: Sequence[Payload], segments: Segments, shared: Tensor) -> Payload:
+        """Return the sum of the payloads' summands, as an all-reduce adds them: in order."""
+        summands = [self.summand(p, len(payloads), segments, shared).parts for p in payloads]
+        totals = []
+        for column in zip(*summands, strict=True):
+            total = column[0].clone()
+            for part in column[1:]:
+                total += part
+            totals.append(total)
+        return Payload(tuple(totals), len(payloads))
+
     def decode_sum(
         self, total: Payload, segments: Segments, shared: Tensor, *, out: Tensor | None = None
     ) -> Tensor:
@@ -264,15 +279,9 @@ class Calls:
             each.close()
         return results
 
-    # ---- sizes -----------------------------------------------------------------------------------
-
-    def layout(self, segments: Segments, count: int = 1) -> Layout | None:
-        """Return the declared layout of a payload of `count` workers."""
-        return self.method.layout(segments, count)
-
     def slots(self, segments: Segments, byte: int, count: int = 1) -> Payload | None:
         """Return a payload to write to, filled with `byte`; None where sizes depend on the data."""
-        layout = self.layout(segments, count)
+        layout = self.method.layout(segments, count)
         if layout is None:
             return None
         noise = torch.full((layout_bytes(layout),), byte, dtype=torch.uint8)

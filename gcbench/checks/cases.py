@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gcbench.checks import inputs
-from gcbench.checks.covering import pairwise
 from gcbench.checks.oracle import Profile
 from gcbench.core import purposes
 from gcbench.core.compressor import TILE, Compressor, Key, Segments
@@ -131,6 +131,48 @@ def effort_for(method: Compressor, *, first: bool) -> Effort:
     if first:
         return FULL if method.claims.portable else LIBRARY
     return SLOW if method.scratch else VARIANT
+
+
+def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
+    """Return rows, one value per dimension, that contain every pair of values of two dimensions.
+
+    This is a covering array of strength two. Greedy: a row starts with a pair that no earlier row
+    contains; each other dimension takes the value that adds the most new pairs. The same seed gives
+    the same rows.
+    """
+    draw = random.Random(seed)
+    names = list(dimensions)
+    sizes = [len(dimensions[name]) for name in names]
+    missing = {
+        (a, i, b, j)
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i in range(sizes[a])
+        for j in range(sizes[b])
+    }
+    order = sorted(missing)
+    draw.shuffle(order)
+    rows = []
+    for pair in order:
+        if pair not in missing:
+            continue
+        a, i, b, j = pair
+        row = {a: i, b: j}
+        rest = [k for k in range(len(names)) if k not in row]
+        draw.shuffle(rest)
+        for k in rest:
+            start = draw.randrange(sizes[k])
+            values = [(start + v) % sizes[k] for v in range(sizes[k])]
+            row[k] = max(
+                values, key=lambda v: sum(_pair(k, v, *it) in missing for it in row.items())
+            )
+        for one, other in itertools.combinations(row.items(), 2):
+            missing.discard(_pair(*one, *other))
+        rows.append({names[k]: dimensions[names[k]][v] for k, v in sorted(row.items())})
+    return rows
+
+
+def _pair(a: int, i: int, b: int, j: int) -> tuple[int, int, int, int]:
+    return (a, i, b, j) if a < b else (b, j, a, i)
 
 
 def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()) -> Iterator[Case]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gcbench.checks import cases, verify
-from gcbench.checks.calls import FUNCTIONS, Covered
+from gcbench.checks.calls import FUNCTIONS
 from gcbench.core import registry
 
 MOST_SECONDS, MOST_MIB = 60, 1024
@@ -30,10 +30,6 @@ def measured(name: str) -> dict[str, Any]:
     """Verify one method; return its verdicts, time, memory and coverage."""
     start, used = time.perf_counter(), time.process_time()
     results = list(verify.verify(name))
-    covered: dict[str, Covered] = {}
-    for result in results:
-        for function, one in result.covered.items():
-            covered.setdefault(function, Covered()).add(one)
     return {
         "name": name,
         "configurations": len(results),
@@ -42,7 +38,7 @@ def measured(name: str) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "cpu": time.process_time() - used,
         "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "covered": covered,
+        "covered": verify.covered_by(results),
     }
 
 

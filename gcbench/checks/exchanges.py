@@ -27,9 +27,18 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld
 
+SHAPES = ((40, 33), (0,), (1,), (1030,))
+"""A bucket with a matrix, an empty tensor, a scalar and a vector."""
+N = 40 * 33 + 1031
 WORKER_COUNTS = (1, 2, 3, 5, 8)
 FEEDBACK_STEPS = 100
 PLAIN = UpdateRule()
+
+
+def simulated(lane: Lane, workers: int, seed: int = 7) -> Exchange:
+    """Return an exchange of one lane between simulated workers, with one thread."""
+    world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
+    return Exchange(world, [lane], seed, Clock(world.device))
 
 
 def exchanged_mean(
@@ -52,31 +61,14 @@ def exchange_steps(
     lr: float = 1.0,
 ) -> tuple[Iterator[Tensor], Exchange]:
     """Return the means of these steps, one list of gradients per step, and their exchange."""
-    world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
-    clock = Clock(world.device)
-    clock.start_step()
     lane = Lane(method, collective, 0, calls.segments_of(method, shapes), carried, rule=rule)
-    exchanging = Exchange(world, [lane], 7, clock)
+    exchanging = simulated(lane, len(steps[0]))
     return (exchanging.mean(list(xs), step, lr) for step, xs in enumerate(steps)), exchanging
 
 
 WARM_UP = 3
 """Steps in fp32 before the steps that check memory and update rule."""
 RULE_SHAPES = ((40, 33), (7,), (1030,))
-
-
-def rule_steps(
-    method: Compressor,
-    code: Compressor,
-    steps: Sequence[Sequence[Tensor]],
-    shapes: inputs.Shapes = RULE_SHAPES,
-    *,
-    resume: bool = False,
-    rates: Sequence[float] = (1.0,),
-) -> Iterator[Tensor]:
-    """Yield the updates that a method's memory and update rule compute, see `steps_of`."""
-    carried, rule = memory.of(method), method.rule
-    return steps_of(carried, rule, code, steps, shapes, resume=resume, rates=rates)
 
 
 def steps_of(
@@ -101,20 +93,14 @@ def steps_of(
     exact = Lane(none, "allreduce", 0, whole, carried.dense(), rule=rule.dense())
     lossy = Lane(code, collective, 0, calls.segments_of(code, shapes), carried, rule=rule)
 
-    def make(step: int) -> Exchange:
-        world = SimulatedWorld(len(steps[0]), torch.device("cpu"), Link(10, 50), 1, 1)
-        clock = Clock(world.device)
-        clock.start_step()
-        return Exchange(world, [exact if step < WARM_UP else lossy], 7, clock)
-
-    current = make(0)
+    current = simulated(exact, len(steps[0]))
     for step, xs in enumerate(steps):
         if step == WARM_UP:
             current.change([lossy])
         yield current.mean(list(xs), step, rates[step % len(rates)]).clone()
         if resume and step == WARM_UP:
             others = [[-x for x in each] for each in steps]
-            later = make(0)
+            later = simulated(exact, len(steps[0]))
             later.change([lossy])
             for worker in range(len(xs)):
                 later.load_state_dict(current.state_dict(worker), worker)
@@ -155,8 +141,7 @@ def exact_means(method: Compressor) -> Measurement:
     """Small integers of the declared families are exact, from one worker and as a mean."""
     if not method.claims.exact_for:
         raise NotDeclaredError("no family of inputs is declared exact")
-    shapes = [(40, 33), (0,), (1,), (1030,)]
-    segments = calls.segments_of(method, shapes)
+    segments = calls.segments_of(method, SHAPES)
     done, faults = 0, []
     for family in method.claims.exact_for:
         make = inputs.EXACT[family]
@@ -171,7 +156,7 @@ def exact_means(method: Compressor) -> Measurement:
             xs, expected = exact_mean(method, collective, family, segments, workers)
             done += 1
             if count_inexact(
-                exchanged_mean(method, collective, xs, shapes), expected, method.claims.portable
+                exchanged_mean(method, collective, xs, SHAPES), expected, method.claims.portable
             ):
                 faults.append(f"{family}, {workers} workers, {collective}")
     what = f"{done} means, {len(method.claims.exact_for)} round trips"
@@ -226,14 +211,13 @@ def collectives(method: Compressor) -> Measurement:
     undefined = method.claims.aggregate != "mean" or isinstance(method, MultiRoundCompressor)
     if not compared or (len(compared) == 1 and (undefined or compared == ["allgather"])):
         raise NotDeclaredError("a single collective, or one that encodes the mean again")
-    shapes = [(40, 33), (0,), (1,), (1030,)]
     wrong = 0
     for workers in (2, 3, 4, 5, 8):
-        xs = [(1 + rank) * inputs.normal(40 * 33 + 1031, rank) for rank in range(workers)]
-        means = [exchanged_mean(method, collective, xs, shapes) for collective in compared]
+        xs = [(1 + rank) * inputs.normal(N, rank) for rank in range(workers)]
+        means = [exchanged_mean(method, collective, xs, SHAPES) for collective in compared]
         wrong += sum(not same(means[0], other) for other in means[1:])
         if not undefined and "allgather" not in compared:
-            wrong += not near(means[0], exchanged_mean(method, "allgather", xs, shapes))
+            wrong += not near(means[0], exchanged_mean(method, "allgather", xs, SHAPES))
     return Measurement(f"{wrong} means differ", "0", wrong == 0, ", ".join(compared))
 
 
@@ -270,10 +254,8 @@ def telescoping(method: Compressor) -> Measurement:
         raise NotDeclaredError("not contractive")
     if method.claims.aggregate != "mean":
         raise NotDeclaredError("the update is not a mean of the payloads")
-    shapes, workers = [(40, 33), (1,), (1030,)], 2
-    n = 40 * 33 + 1031
     draw = torch.Generator().manual_seed(1)
-    grads = torch.randn(FEEDBACK_STEPS, workers, n, generator=draw) + torch.randn(n, generator=draw)
+    grads = torch.randn(FEEDBACK_STEPS, 2, N, generator=draw) + torch.randn(N, generator=draw)
     worst, longest = 0.0, 0
     for collective in method.legal_collectives():
         steps = [list(step) for step in grads]
@@ -281,9 +263,9 @@ def telescoping(method: Compressor) -> Measurement:
             steps = steps[:25]
         longest = max(longest, len(steps))
         means, finished = exchange_steps(
-            method, collective, steps, shapes, memory.make("residual", {})
+            method, collective, steps, [(40, 33), (1,), (1030,)], memory.make("residual", {})
         )
-        applied = torch.zeros(n, dtype=torch.float64)
+        applied = torch.zeros(N, dtype=torch.float64)
         for mean in means:
             applied += mean.double()
         states = [states[0] for states in finished.workers]
@@ -302,14 +284,13 @@ def buffers(method: Compressor) -> Measurement:
     Two exchanges run the same steps. One overwrites its buffers and gradients after each step; its
     means and memories must have the same bits.
     """
-    shapes, wrong, done = [(40, 33), (0,), (1,), (1030,)], [], 0
-    n = 40 * 33 + 1031
+    wrong, done = [], 0
     carried = memory.of(method)
     for collective in method.legal_collectives():
-        steps = [[inputs.normal(n, 10 * step + rank) for rank in range(3)] for step in range(4)]
+        steps = [[inputs.normal(N, 10 * step + rank) for rank in range(3)] for step in range(4)]
         copies = [[x.clone() for x in xs] for xs in steps]
-        means, left = exchange_steps(method, collective, steps, shapes, carried, method.rule)
-        others, right = exchange_steps(method, collective, copies, shapes, carried, method.rule)
+        means, left = exchange_steps(method, collective, steps, SHAPES, carried, method.rule)
+        others, right = exchange_steps(method, collective, copies, SHAPES, carried, method.rule)
         for step, xs in enumerate(copies):
             mean = next(means)
             other = next(others).clone()
@@ -337,8 +318,10 @@ def resumed(method: Compressor) -> Measurement:
     steps = [
         [inputs.normal(n, 10 * step + rank) for rank in range(2)] for step in range(WARM_UP + 3)
     ]
-    whole = rule_steps(method, method, steps)
-    parted = rule_steps(method, method, steps, resume=True)
+    whole, parted = (
+        steps_of(memory.of(method), method.rule, method, steps, RULE_SHAPES, resume=resume)
+        for resume in (False, True)
+    )
     wrong = sum(not same(a, b) for a, b in zip(whole, parted, strict=True))
     return Measurement(f"{wrong} steps differ", "0", wrong == 0)
 
@@ -377,7 +360,8 @@ def updates(method: Compressor) -> Measurement:
         if declared is None:
             raise NotDeclaredError("no uncompressed optimizer is declared")
         each = [[gradient] * workers for gradient in gradients]
-        applied = rule_steps(method, registry.compressor("none"), each, shapes, rates=rates)
+        carried, none = memory.of(method), registry.compressor("none")
+        applied = steps_of(carried, method.rule, none, each, shapes, rates=rates)
         for step, (actual, want) in enumerate(zip(applied, declared, strict=True)):
             if not same(actual, want):
                 where = (

@@ -127,13 +127,6 @@ portable, whose last bits a library decides, transmits them up to rounding, 1e-5
 # ---- families of values --------------------------------------------------------------------------
 
 
-def _starts(segments: Segments) -> tuple[Tensor, Tensor]:
-    """Return first elements and lengths of the nonempty segments, int64."""
-    lengths = torch.tensor(segments.lengths, dtype=torch.int64)
-    starts = torch.tensor(segments.offsets[:-1], dtype=torch.int64)
-    return starts[lengths > 0], lengths[lengths > 0]
-
-
 def _normal(segments: Segments, seed: int) -> Tensor:
     return values(segments.numel, 7919 * seed)
 
@@ -164,8 +157,10 @@ def _last_alone(segments: Segments, seed: int) -> Tensor:
     """Only the last element of each segment is not zero; others are 0.0 and -0.0 in turn."""
     out = torch.zeros(segments.numel)
     out[1::2] = -0.0
-    starts, lengths = _starts(segments)
-    out[starts + lengths - 1] = _normal(segments, seed)[starts] + 2
+    edges = torch.tensor(segments.offsets, dtype=torch.int64)
+    starts, stops = edges[:-1], edges[1:]
+    live = starts < stops
+    out[stops[live] - 1] = _normal(segments, seed)[starts[live]] + 2
     return out
 
 

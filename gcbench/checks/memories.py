@@ -15,12 +15,10 @@ from gcbench.checks.calls import Calls
 from gcbench.checks.oracle import raw
 from gcbench.checks.outcome import Outcome
 from gcbench.core import registry
-from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
-from gcbench.core.world import Link, SimulatedWorld
 
 SHAPES = ((40, 33), (1,), (1030,))
 N = 40 * 33 + 1031
@@ -79,12 +77,9 @@ def gradients(step: int, count: int = WORKERS) -> list[Tensor]:
 
 def exchange(method: Compressor, carried: Memory, collective: str | None = None) -> Exchange:
     """Return an exchange of three simulated workers."""
-    world = SimulatedWorld(WORKERS, torch.device("cpu"), Link(10, 50), 1, 1)
-    clock = Clock(world.device)
-    clock.start_step()
     segments = Segments.of(SHAPES, method.granularity)
     way = collective or method.legal_collectives()[0]
-    return Exchange(world, [Lane(method, way, 0, segments, carried)], 7, clock)
+    return exchanges.simulated(Lane(method, way, 0, segments, carried), WORKERS)
 
 
 def _states(running: Exchange) -> list[dict[str, Tensor]]:
@@ -400,38 +395,33 @@ def _large(carried: Memory, method: Compressor) -> str:
 def _interleaved(carried: Memory, method: Compressor) -> str:
     """The buffers of two workers are apart, also if their tensors have the same length."""
     segments = Segments.of(((40,),), method.granularity)
-    series = [memory_steps.series(40)[0], [-2 * x for x in memory_steps.series(40)[0]]]
-    results: list[list[Tensor]] = []
-    for together in (False, True):
+    first = memory_steps.series(40)[0]
+    gradients = [first, [-2 * x for x in first]]
+
+    def results(turns: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Offer, then keep, at the (step, worker) of each pair of turns."""
         shared = copy.deepcopy(carried)
-        states = [shared.state(torch.zeros(40)) for _ in series]
+        states = [shared.state(torch.zeros(40)) for _ in gradients]
         joint = {name: torch.zeros(40) for name in shared.joint}
-        offers: list[Tensor] = []
-        contexts = [Context(segments, workers=2, state=state, joint=joint) for state in states]
-
-        def offer(worker: int, step: int) -> Tensor:
-            ctx = contexts[worker]._replace(key=Key(7, step, worker))  # noqa: B023
-            return shared.offer(series[worker][step].clone(), ctx)  # noqa: B023
-
-        def keep(worker: int, step: int, offered: Tensor) -> None:
-            ctx = contexts[worker]._replace(key=Key(7, step, worker))  # noqa: B023
-            offers.append(offered.clone())  # noqa: B023
-            if shared.feedback:  # noqa: B023
+        offers: dict[tuple[int, int], Tensor] = {}
+        for step, worker in turns:
+            ctx = Context(segments, key=Key(7, step, worker), workers=2)
+            ctx = ctx._replace(state=states[worker], joint=joint)
+            if (step, worker) not in offers:
+                offers[step, worker] = shared.offer(gradients[worker][step].clone(), ctx)
+                continue
+            offered = offers[step, worker]
+            offers[step, worker] = offered.clone()
+            if shared.feedback:
                 sent = torch.where(torch.arange(40) % 3 == 0, offered, 0.0)
-                shared.keep(offered, sent, ctx)  # noqa: B023
+                shared.keep(offered, sent, ctx)
+        buffers = [buffer for state in states for buffer in state.values()]
+        return [raw(x) for x in (*(offers[turn] for turn in sorted(offers)), *buffers)]
 
-        if together:
-            for step in range(memory_steps.STEPS):
-                both = [offer(worker, step) for worker in range(2)]
-                for worker, offered in enumerate(both):
-                    keep(worker, step, offered)
-            offers = offers[::2] + offers[1::2]
-        else:
-            for worker, step in itertools.product(range(2), range(memory_steps.STEPS)):
-                keep(worker, step, offer(worker, step))
-        results.append([*offers, *(x for state in states for x in state.values())])
-    alone, mixed = results
-    if all(raw(a) == raw(b) for a, b in zip(alone, mixed, strict=True)):
+    steps = range(memory_steps.STEPS)
+    alone = [(step, worker) for worker in (0, 1) for step in steps for _ in ("offer", "keep")]
+    mixed = [(step, worker) for step in steps for _ in ("offer", "keep") for worker in (0, 1)]
+    if results(alone) == results(mixed):
         return ""
     return "the results of one worker depend on the calls of another"
 

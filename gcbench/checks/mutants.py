@@ -86,18 +86,14 @@ OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.LShift: ast.RShift,
     ast.RShift: ast.LShift,
 }
-COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
     ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
 }
+COMPARISONS |= {other: one for one, other in COMPARISONS.items()}
 
 
 class Mutant(NamedTuple):
@@ -122,16 +118,11 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
         yield f"{node.value} -> {node.value + 1}", lambda n: setattr(n, "value", n.value + 1)
         if node.value:
             yield f"{node.value} -> 0", lambda n: setattr(n, "value", 0 * n.value)
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+    elif isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in OPERATORS:
         other = OPERATORS[type(node.op)]
+        mark = "=" if isinstance(node, ast.AugAssign) else ""
         yield (
-            f"{type(node.op).__name__} -> {other.__name__}",
-            lambda n: setattr(n, "op", other()),
-        )
-    elif isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
-        other = OPERATORS[type(node.op)]
-        yield (
-            f"{type(node.op).__name__}= -> {other.__name__}=",
+            f"{type(node.op).__name__}{mark} -> {other.__name__}{mark}",
             lambda n: setattr(n, "op", other()),
         )
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
@@ -346,8 +337,9 @@ def _with_warm_up(method: Compressor) -> bytes:
     state = {name: inputs.normal(9, i) for i, name in enumerate(carried.buffers)}
     try:
         carried.rescale(state, 0.25)
-        updates = [*exchanges.rule_steps(method, method, steps), *state.values()]
-        return b"".join(map(oracle.raw, updates))
+        shapes = exchanges.RULE_SHAPES
+        updates = exchanges.steps_of(memory.of(method), method.rule, method, steps, shapes)
+        return b"".join(map(oracle.raw, [*updates, *state.values()]))
     except Exception as error:
         return repr(error).encode()
 

@@ -113,13 +113,8 @@ def near(function: str, actual: Tensor, want: Tensor, allowed: Tensor, what: str
 
 
 def _at(i: int, actual: Tensor, want: Tensor, what: str) -> str:
-    def shown(value: float) -> str:
-        return f"{value:.6g}"
-
-    return (
-        f"element {i:,} of {len(actual):,} is {shown(actual[i].item())}; {what} is "
-        f"{shown(want[i].item())}"
-    )
+    result, right = actual[i].item(), want[i].item()
+    return f"element {i:,} of {len(actual):,} is {result:.6g}; {what} is {right:.6g}"
 
 
 def finite(function: str, actual: Tensor, n: int) -> None:
@@ -162,20 +157,8 @@ def value(
     if claims.signs:
         want = torch.where(x == 0, decoded.sign(), x.sign())
         near(function, decoded, want, torch.zeros_like(want).double(), "its sign")
-    if claims.unbiased:
-        _unbiased(calls, x, segments, shared, decoded, function, even)
-
-
-def _unbiased(
-    calls: Calls,
-    x: Tensor,
-    segments: Segments,
-    shared: Tensor,
-    decoded: Tensor,
-    function: str,
-    even: bool,
-) -> None:
-    claims = calls.method.claims
+    if not claims.unbiased:
+        return
     target = claims.target(x, calls.context(segments, shared))
     variance = claims.variance(x, calls.context(segments, shared))
     t, e = target.double(), decoded.double() - target.double()
@@ -267,7 +250,7 @@ def _stretches(errors: Tensor, spread: Tensor) -> Iterator[tuple[str, Tensor, Te
 
 def error_energy(x: Tensor, decoded: Tensor) -> float:
     """Return ||x - decoded||^2."""
-    return float((x.double() - decoded.double()).square().sum())
+    return energy(x.double() - decoded.double())
 
 
 def energy(x: Tensor) -> float:

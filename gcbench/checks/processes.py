@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gcbench.checks import calls, inputs, oracle
+from gcbench.checks.exchanges import SHAPES
 from gcbench.checks.outcome import Outcome
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
@@ -24,45 +24,38 @@ from gcbench.training.rank import Rank
 PROCESSES = 3
 
 
-def _rank_gradient(rank: int, step: int, n: int) -> Tensor:
-    return inputs.normal(n, 100 * step + rank + 5000)  # no earlier check uses these
+def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
+    """Return `digest` by collective, or what the method raised, under "error"."""
+    try:
+        carried, segments = memory.of(method), calls.segments_of(method, SHAPES)
+        lanes = [
+            Lane(method, collective, 0, segments, carried, rule=method.rule)
+            for collective in method.legal_collectives()
+        ]
+        return {lane.collective: digest(lane, world) for lane in lanes}
+    except Exception as error:  # reported as a row
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
-def exchange_digests(method: Compressor, world: World | None = None) -> dict[str, str]:
-    """Return, by collective, the SHA-256 of the means and memories of three workers in three steps.
+def digest(lane: Lane, world: World | None) -> str:
+    """Return the SHA-256 of the means and memories of three workers in three steps.
 
     `world`: that of this worker's process group; without it all workers are simulated.
     """
-    result = {}
-    shapes = [(40, 33), (0,), (1,), (1030,)]
-    carried = memory.of(method)
-    for collective in method.legal_collectives():
-        here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
-        clock = Clock(here.device)
-        clock.start_step()
-        segments = calls.segments_of(method, shapes)
-        lane = Lane(method, collective, 0, segments, carried, rule=method.rule)
-        running = Exchange(here, [lane], 7, clock)
-        digest = hashlib.sha256()
-        for step in range(3):
-            xs = [_rank_gradient(rank, step, segments.numel) for rank in here.ranks]
-            digest.update(oracle.raw(running.mean(xs, step, lr=1.0 / (1 + step))))
-        for buffer in sorted(running.workers[0][0]):
-            for tensor in here.collect([worker[0][buffer] for worker in running.workers]):
-                digest.update(oracle.raw(tensor))
-        digest.update(repr(here.collect_traffic()).encode())
-        for traffic in here.traffic:  # the next collective counts from zero
-            traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
-        result[collective] = digest.hexdigest()
-    return result
-
-
-def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
-    """Return `exchange_digests`, or what the method raised, under "error"."""
-    try:
-        return exchange_digests(method, world)
-    except Exception as error:  # reported as a row
-        return {"error": f"{type(error).__name__}: {error}"}
+    here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
+    running = Exchange(here, [lane], 7, Clock(here.device))
+    result = hashlib.sha256()
+    for step in range(3):
+        first = 100 * step + 5000  # no earlier check uses these
+        xs = [inputs.normal(lane.segments.numel, first + rank) for rank in here.ranks]
+        result.update(oracle.raw(running.mean(xs, step, lr=1.0 / (1 + step))))
+    for buffer in sorted(running.workers[0][0]):
+        for tensor in here.collect([worker[0][buffer] for worker in running.workers]):
+            result.update(oracle.raw(tensor))
+    result.update(repr(here.collect_traffic()).encode())
+    for traffic in here.traffic:  # the next collective counts from zero
+        traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
+    return result.hexdigest()
 
 
 def _worker(member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
@@ -77,7 +70,7 @@ def _worker(member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]]) -> l
 
 
 def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
-    """Return `exchange_digests` of the methods (name, options), from three real processes.
+    """Return `digests` of the methods (name, options), from three real processes.
 
     If the processes do not agree, the dict of the method has an "error".
 

@@ -8,7 +8,6 @@ are checked in the same way. The contract of the functions themselves is the sea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from gcbench.checks import exchanges, payloads, settings, statistics
@@ -56,17 +55,12 @@ def run(method: Compressor, name: str) -> Outcome:
 
 def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
     """Return the registered method's variants: their options as text, and the compressor."""
-    return _configurations(registry.compressor_class(name))
+    return tuple(_labelled(name, options) for options in variants(name))
 
 
-@cache
-def _configurations(cls: type[Compressor]) -> tuple[tuple[str, Compressor], ...]:
-    """Return the variants of a class. The name is not the key: files of one name may differ."""
-    configured = []
-    for options in variants(cls.name):
-        text = " ".join(f"{key}={value}" for key, value in options.items())
-        configured.append((text, registry.compressor(cls.name, **options)))
-    return tuple(configured)
+def _labelled(name: str, options: Mapping[str, Any]) -> tuple[str, Compressor]:
+    text = " ".join(f"{key}={value}" for key, value in options.items())
+    return text, registry.compressor(name, **options)
 
 
 def variants(name: str) -> tuple[Mapping[str, Any], ...]:
@@ -80,10 +74,7 @@ def variants(name: str) -> tuple[Mapping[str, Any], ...]:
 
 def chosen(name: str, options: Mapping[str, Any] | None) -> list[tuple[str, Compressor]]:
     """Return (options as text, method) of one configuration, or of each declared variant."""
-    if not options:
-        return list(configurations(name))
-    label = " ".join(f"{key}={value}" for key, value in options.items())
-    return [(label, registry.compressor(name, **options))]
+    return [_labelled(name, options)] if options else list(configurations(name))
 
 
 def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool:

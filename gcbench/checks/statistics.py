@@ -243,8 +243,6 @@ def _drawn(
     Also returns the bucket and its context. The copies are tensors of one bucket, so one call draws
     them all. `key`, `workers`: those of the worker; all workers have the same sample.
     """
-    if not method.claims.unbiased:
-        raise NotDeclaredError("biased")
     n = len(sample)
     x = sample.repeat(DRAWS)
     segments = calls.segments_of(method, [(n,)] * DRAWS)
@@ -282,6 +280,8 @@ def unbiased(method: Compressor) -> Measurement:
     The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it,
     where the largest is about 1, 2^-30 or 2^30: of errors away from 0, and of errors upwards.
     """
+    if not method.claims.unbiased:
+        raise NotDeclaredError("biased")
     worst, note = 0.0, ""
     tried = {
         "": _sample(),
@@ -339,7 +339,9 @@ def correlated(method: Compressor) -> Measurement:
         raise NotDeclaredError("independent noise")
     worst, faults = 0.0, []
     for workers in CREWS:
-        decoded, target = _of_workers(method, workers)
+        keys = [calls.KEY._replace(rank=rank) for rank in range(workers)]
+        draws = [_drawn(method, _sample(), key, workers) for key in keys]
+        decoded, target = torch.stack([draw[0] for draw in draws]), draws[0][1]
         gap = decoded.amax((0, 1)) - decoded.amin((0, 1))
         means = decoded.mean(0)
         spread = (means.amax(0) - means.amin(0)) / gap.clamp(min=1e-30) * workers
@@ -353,31 +355,14 @@ def correlated(method: Compressor) -> Measurement:
     return Measurement(f"{worst:.2f} / N of a step", bound, not faults, "; ".join(faults[:2]))
 
 
-def _of_workers(method: Compressor, workers: int) -> tuple[Tensor, Tensor]:
-    """Return what workers with the same input decode, float64, (workers, DRAWS, n), and the target.
-
-    The copies are tensors of one bucket, see `_drawn`.
-    """
-    sample = _sample()
-    n = len(sample)
-    x = sample.repeat(DRAWS)
-    segments = calls.segments_of(method, [(n,)] * DRAWS)
-    shared = calls.agree(method, [x] * workers, segments)
-    ctx = Context(segments, shared, calls.KEY, workers=workers)
-    decoded = []
-    for rank in range(workers):
-        payload = codec.encode(method, x, ctx._replace(key=calls.KEY._replace(rank=rank)))
-        decoded.append(codec.decode(method, payload, ctx).double().view(DRAWS, n))
-    target = method.claims.target(x, ctx).double().view(DRAWS, n)
-    return torch.stack(decoded), target
-
-
 def variance(method: Compressor) -> Measurement:
     """The mean squared error is the declared variance, within the source's bound and `omega`.
 
     The same holds per coordinate, within chance; see `_deviations`. An element of a method that
     declares two levels is decoded as one of two values.
     """
+    if not method.claims.unbiased:
+        raise NotDeclaredError("biased")
     decoded, target, x, ctx = _drawn(method, _sample())
     declared = method.claims.variance(x, ctx)
     if declared is None:

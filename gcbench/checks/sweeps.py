@@ -59,8 +59,8 @@ class Witness:
         else:
             self.x = inputs.values(self.segments.numel, seed)
         calls.scale, calls.workers, calls.lr = (0, 0), 3, 1.0
-        self.first: bytes | None = None
-        self.merged: bytes | None = None
+        self.first: Tensor | None = None
+        self.merged: Tensor | None = None
         self.decoded: Tensor | None = None
         """What a deterministic method sends, merges and decodes; the same at every key."""
         self.sent: dict[Key, bytes] = {}
@@ -69,7 +69,7 @@ class Witness:
         """How far above the declared bound the squared error of a single draw may be."""
         if not profile.random:
             payload, shared = self.payload(Key(7, 1, 0))
-            self.first = raw(payload.to_bytes())
+            self.first = payload.to_bytes().clone()
             self.decoded = calls.decode(payload, self.segments, shared).clone()
         elif self.family is None and claims.contractive:
             errors = [self._error(Key(9, 3 + 1009 * turn, 5)) for turn in range(32)]
@@ -81,9 +81,7 @@ class Witness:
         return self.calls.encode(self.x, self.segments, shared, key), shared
 
     def _error(self, key: Key) -> float:
-        payload, shared = self.payload(key)
-        decoded = self.calls.decode(payload, self.segments, shared)
-        return oracle.error_energy(self.x, decoded)
+        return oracle.error_energy(self.x, self.calls.round_trip(self.x, self.segments, key)[0])
 
     def look(self, key: Key) -> None:
         """Encode and decode at one key, alone, with feedback, in a mean, a sum and a merge.
@@ -96,8 +94,7 @@ class Witness:
         sent = payload.to_bytes().clone()
         decoded = calls.decode(payload, segments, shared).clone()
         if self.first is not None and self.decoded is not None:
-            first = torch.frombuffer(bytearray(self.first), dtype=torch.uint8)
-            same_bits("encode", sent, first, "at step 1 of rank 0 it")
+            same_bits("encode", sent, self.first, "at step 1 of rank 0 it")
             same_bits("decode", decoded, self.decoded, "at step 1 of rank 0 it")
         else:
             self._value(decoded, shared)
@@ -129,16 +126,14 @@ class Witness:
             if "allgather" in legal or requantizes(method):
                 oracle.near("mean", calls.mean(payloads, segments, shared), decoded, room, what)
             if "allreduce" in legal:
-                parts = calls.summand(payload, 3, segments, shared).parts
-                total = Payload(tuple(part + part + part for part in parts), 3)
+                total = calls.total(payloads, segments, shared)
                 actual = calls.decode_sum(total, segments, shared)
                 oracle.near("decode_sum", actual, decoded, room, what)
         if "twoshot" not in legal:
             return
         merged = calls.merge(payloads, segments, shared, key._replace(stream=1))
         if self.merged is not None:
-            first = torch.frombuffer(bytearray(self.merged), dtype=torch.uint8)
-            same_bits("merge", merged.to_bytes(), first, "at step 1 of rank 0 it")
+            same_bits("merge", merged.to_bytes(), self.merged, "at step 1 of rank 0 it")
         elif requantizes(method):
             mean = calls.mean(payloads, segments, shared)
             again = calls.encode(mean, segments, shared, key._replace(stream=1))
@@ -146,7 +141,7 @@ class Witness:
         else:
             oracle.near("merge", calls.decode(merged, segments, shared), decoded, room, what)
         if self.first is not None:
-            self.merged = raw(merged.to_bytes())
+            self.merged = merged.to_bytes().clone()
 
     def cycle(self) -> None:
         """What a random method sends must not return every p steps.

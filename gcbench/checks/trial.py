@@ -135,7 +135,7 @@ class Trial:
                     "dimension and at most 4 bytes per element expected",
                 )
         sent = payload.to_bytes().clone()
-        layout = calls.layout(segments)
+        layout = self.method.layout(segments)
         if layout is not None and layout != payload.layout:
             raise FaultError("encode", f"layout {payload.layout}; declared is {layout}")
         if payload.count != 1:
@@ -257,9 +257,7 @@ class Trial:
             result = calls.mean(payloads, segments, shared)
             mean = result.clone()
             self.results.append(("mean", result, mean))
-            oracle.finite("mean", mean, self.n)
-            if want is not None:
-                self._is_mean("mean", mean, want, room)
+            self._is_mean("mean", mean, want, None, room)
             if not self.case.light:
                 other = calls.mean(payloads, segments, shared, out=self.out())
                 same_bits("mean", other, mean, "without `out` it")
@@ -278,7 +276,15 @@ class Trial:
         legal = self.method.legal_collectives()
         return "allgather" in legal or requantizes(self.method) or workers % 2 == 1
 
-    def _is_mean(self, function: str, actual: Tensor, want: Tensor, room: Tensor) -> None:
+    def _is_mean(
+        self, function: str, actual: Tensor, want: Tensor | None, mean: Tensor | None, room: Tensor
+    ) -> None:
+        """Hold a result to the aggregate, or, where that is undefined, to the result of `mean`."""
+        oracle.finite(function, actual, self.n)
+        if want is None:
+            if mean is not None:
+                oracle.near(function, actual, mean, room, "the mean")
+            return
         oracle.near(function, actual, want, room, "the average of the decoded payloads")
         if self.method.claims.aggregate == "vote":
             tied = want.isnan()
@@ -289,7 +295,7 @@ class Trial:
         """The last payload stands for three workers."""
         calls, segments, shared = self.calls, self.segments, self.shared
         merged = payloads[-1]._replace(count=3)
-        if not defined or calls.layout(segments, 3) != merged.layout:
+        if not defined or self.method.layout(segments, 3) != merged.layout:
             return
         if self.method.claims.aggregate != "mean":
             return
@@ -325,7 +331,7 @@ class Trial:
         count = sum(payload.count for payload in payloads)
         if merged.count != count:
             raise FaultError("merge", f"count {merged.count} of {count} workers")
-        layout = calls.layout(segments, count)
+        layout = self.method.layout(segments, count)
         if layout is not None and layout != merged.layout:
             raise FaultError("merge", f"layout {merged.layout}; declared is {layout}")
         slots = calls.slots(segments, self.case.dirty, count)
@@ -337,11 +343,7 @@ class Trial:
             same_bits("merge", sent, again.to_bytes(), "encode of the mean")
             return
         actual = calls.decode(merged, segments, shared).clone()
-        oracle.finite("merge", actual, self.n)
-        if want is not None:
-            self._is_mean("merge", actual, want, room)
-        elif mean is not None:
-            oracle.near("merge", actual, mean, room, "the mean")
+        self._is_mean("merge", actual, want, mean, room)
         buffered = calls.decode(merged, segments, shared, out=self.out())
         same_bits("decode", buffered, actual, "without `out` it (merged payload)")
 
@@ -349,20 +351,9 @@ class Trial:
         self, payloads: Sequence[Payload], mean: Tensor | None, want: Tensor | None, room: Tensor
     ) -> None:
         calls, segments, shared = self.calls, self.segments, self.shared
-        summands = [calls.summand(payload, len(payloads), segments, shared) for payload in payloads]
-        totals = []
-        for column in zip(*(summand.parts for summand in summands), strict=True):
-            total = column[0].clone()
-            for part in column[1:]:
-                total += part
-            totals.append(total)
-        total = Payload(tuple(totals), len(payloads))
+        total = calls.total(payloads, segments, shared)
         actual = calls.decode_sum(total, segments, shared).clone()
-        oracle.finite("decode_sum", actual, self.n)
-        if want is not None:
-            self._is_mean("decode_sum", actual, want, room)
-        elif mean is not None:
-            oracle.near("decode_sum", actual, mean, room, "the mean")
+        self._is_mean("decode_sum", actual, want, mean, room)
         other = calls.decode_sum(total, segments, shared, out=self.out())
         same_bits("decode_sum", other, actual, "without `out` it")
 
@@ -413,7 +404,7 @@ class Trial:
             same_bits("cut", together, payload.to_bytes(), "the payload")
             for (start, stop), piece in zip(itertools.pairwise(bounds), pieces, strict=True):
                 inside, which = segments.shard(start, stop)
-                layout = calls.layout(inside)
+                layout = self.method.layout(inside)
                 if layout is not None and piece.layout != layout:
                     raise FaultError("cut", f"layout {piece.layout}; declared is {layout}")
                 part = shared[which.start : which.stop] if shared.numel() else shared
@@ -566,19 +557,13 @@ class RoundsTrial:
         oracle.contraction(self.calls, x, self.segments, state, errors, random=True)
 
 
-def trial(calls: Calls, profile: Profile, case: Case) -> Trial | RoundsTrial:
-    """Return the trial of one input."""
-    rounds = isinstance(calls.method, MultiRoundCompressor)
-    return (RoundsTrial if rounds else Trial)(calls, profile, case)
-
-
 def attempt(
     calls: Calls, profile: Profile, case: Case
 ) -> tuple[FaultError | None, Trial | RoundsTrial | None]:
     """Run one input; return its fault, or the trial."""
-    one = None
+    rounds = isinstance(calls.method, MultiRoundCompressor)
     try:
-        one = trial(calls, profile, case)
+        one = (RoundsTrial if rounds else Trial)(calls, profile, case)
         one.run()
     except FaultError as fault:
         return fault, None

@@ -17,7 +17,7 @@ import torch
 from gcbench.checks import against, memories, properties
 from gcbench.checks.adversary import Search, process_state
 from gcbench.checks.calls import FUNCTIONS, Covered
-from gcbench.checks.cases import FULL, Effort, effort_for
+from gcbench.checks.cases import Effort, effort_for
 from gcbench.checks.outcome import Outcome
 from gcbench.checks.processes import compared, digests, in_processes
 from gcbench.core import memory, registry
@@ -82,12 +82,6 @@ def verify(
         yield Verified(text or "default", table, search.covered, search.inputs, seconds)
 
 
-def outcomes(method: Compressor, effort: Effort = FULL) -> list[Outcome]:
-    """Return the rows of one method, registered or not: the list of properties, and the search."""
-    before = process_state()
-    return [*listed(method), *search_rows(searched(method, effort, before))]
-
-
 def listed(method: Compressor) -> list[Outcome]:
     """Return one row per property of the list."""
     with threads_kept():
@@ -124,13 +118,10 @@ def search_rows(search: Search) -> Iterator[Outcome]:
     for function in FUNCTIONS:
         covered = search.covered.get(function)
         if covered is not None and function not in failed:
-            yield _row(function, reach(covered), "holds", "")
+            yield Outcome(f"search: {function}", reach(covered), "its definition", "holds")
     for finding in search.findings:
-        yield _row(finding.function, finding.fault, "fails", finding.case)
-
-
-def _row(function: str, measured: str, verdict: str, note: str) -> Outcome:
-    return Outcome(f"search: {function}", measured, "its definition", verdict, note)
+        name, fault, case = f"search: {finding.function}", finding.fault, finding.case
+        yield Outcome(name, fault, "its definition", "fails", case)
 
 
 def reach(covered: Covered) -> str:
@@ -141,10 +132,16 @@ def reach(covered: Covered) -> str:
     )
 
 
-def together(results: list[Verified]) -> list[dict[str, Any]]:
-    """Return one row per function: what was covered in all configurations together."""
+def covered_by(results: Sequence[Verified]) -> dict[str, Covered]:
+    """Return what was covered of each function in all configurations together."""
     total: dict[str, Covered] = {}
     for result in results:
         for function, covered in result.covered.items():
             total.setdefault(function, Covered()).add(covered)
+    return total
+
+
+def together(results: Sequence[Verified]) -> list[dict[str, Any]]:
+    """Return `covered_by` as one row per function."""
+    total = covered_by(results)
     return [total[function].as_row(function) for function in FUNCTIONS if function in total]

@@ -59,18 +59,32 @@ def always(worst: float, n: int) -> Interval:
     return Interval(worst, worst, worst, n, EVERY)
 
 
+def worst(values: Sequence[float | None]) -> Interval:
+    """Return `always` for the largest of these observations; NaN if one is NaN or None."""
+    numbers = [*map(number, values)]
+    return always(math.nan if any(map(math.isnan, numbers)) else max(numbers), len(numbers))
+
+
+def number(value: float | None) -> float:
+    """Return the value; NaN for None, which stands for it in records."""
+    return math.nan if value is None else value
+
+
+def magnitude(deviation: float, half: float, n: int, over: str, allowed: float) -> Interval:
+    """Return the interval of |deviation|, of half width `half`; the lower limit less `allowed`."""
+    size = abs(deviation)
+    return Interval(size, max(0.0, size - half - allowed), size + half, n, over)
+
+
 def interval(values: Sequence[float], over: str, level: float = LEVEL) -> Interval:
     """Return the mean of independent values with limits by Student's t; infinite for one value."""
     n = len(values)
     mean = math.fsum(values) / n if all(map(math.isfinite, values)) else math.nan
     if n == 1 or math.isnan(mean):
         return Interval(mean, -math.inf, math.inf, n, over)
-    half = quantile(n - 1, 1 - level) * _deviation(values, mean) / math.sqrt(n)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = quantile(n - 1, 1 - level) * deviation / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n, over)
-
-
-def _deviation(values: Sequence[float], mean: float) -> float:
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def against(values: Sequence[float], others: Sequence[float], over: str) -> Interval:

@@ -39,13 +39,13 @@ MOST_EXAMPLES = 1_000_000
 """Examples of a test set above which it is not derived from accuracies."""
 
 
-def examples(runs: Sequence[Run], splits: Sequence[str] | None = None) -> dict[str, float]:
-    """Return the size of each test set, by its key from `_split`; `splits` may have those keys.
+def examples(runs: Sequence[Run]) -> list[float]:
+    """Return the size of each run's test set; NaN if unknown.
 
     This is `test_examples` of the summaries; without it, the smallest common denominator of the
-    accuracies: at least 360 for 347/360 and 0.9. NaN if unknown.
+    accuracies on the same test set: at least 360 for 347/360 and 0.9.
     """
-    splits = list(map(_split, runs)) if splits is None else splits
+    splits = list(map(_split, runs))
     sizes: dict[str, float] = {}
     for run, split in zip(runs, splits, strict=True):
         held_out = run.summary.config.get("holdout")
@@ -63,7 +63,8 @@ def examples(runs: Sequence[Run], splits: Sequence[str] | None = None) -> dict[s
             together = math.lcm(denominator, exact.denominator)
             fits = float(exact) == accuracy and together <= MOST_EXAMPLES
             missing[split] = together if fits else 0
-    return sizes | {split: float(n) if n else math.nan for split, n in missing.items()}
+    sizes |= {split: float(n) for split, n in missing.items() if n}
+    return [sizes.get(split, math.nan) for split in splits]
 
 
 def _accuracy(run: Run) -> float | None:
@@ -135,8 +136,6 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     import numpy as np
     import pandas as pd
 
-    splits = list(map(_split, runs))
-    sizes = examples(runs, splits)
     summaries = [run.summary for run in runs]
     accuracies = [metrics[summary.task] == "accuracy" for summary in summaries]
 
@@ -163,8 +162,8 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
         "sign": np.where(accuracies, 1, -1),
         "value": numbers(_final(run, metrics[run.summary.task]) for run in runs),
         "examples": numbers(
-            sizes.get(split) if accuracy else None
-            for split, accuracy in zip(splits, accuracies, strict=True)
+            size if accuracy else None
+            for size, accuracy in zip(examples(runs), accuracies, strict=True)
         ),
         "payload_bytes": np.where(ended, of("payload_bytes_up") + of("payload_bytes_down"), np.nan),
         "wire_bytes": np.where(ended, [s.wire_bytes.per_worker for s in summaries], np.nan),

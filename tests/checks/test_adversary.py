@@ -13,8 +13,7 @@ from wrong_methods import Levels, TwoShotLevels
 
 from gcbench.checks import cases, inputs, verify
 from gcbench.checks.adversary import Search
-from gcbench.checks.cases import Case
-from gcbench.checks.covering import pairwise
+from gcbench.checks.cases import Case, pairwise
 from gcbench.core import registry
 
 BROKEN = [(kind, cls) for kind, several in broken.KINDS.items() for cls in several]

@@ -22,7 +22,6 @@ from gcbench.compressors.memories.residual import Residual
 
 from gcbench.checks import bounds
 from gcbench.checks.bounds import (
-    alone,
     audit,
     claims,
     codec_claims,
@@ -74,7 +73,7 @@ def test_an_equality_fails_by_a_deviation_and_holds_if_none_was_missed() -> None
 
 
 def row(kind: str, result, bound: float, **more):
-    return claims.row(Claim("a/b", kind, "s", "t", **more), "here", "", result, bound, "", "me")
+    return claims.row(Claim("a/b", "s", "t", kind, **more), "here", "", result, bound, "", "me")
 
 
 def test_slack_is_a_column_and_theorems_hold_loosely_above_ten() -> None:
@@ -234,12 +233,11 @@ def test_bounds_of_the_sign_by_hand() -> None:
 
 def test_bounds_of_error_feedback_by_hand() -> None:
     """delta = 3/4: sqrt(1 - delta) = 1/2, so the series is 1, and below the paper's constant."""
-    lr, d = quadratics.feedback_plan(0.75).lr, 4
+    (lr, steps), d = quadratics.feedback_plan(0.75), 4
     curvature = [1.5 ** (-i / 3) for i in range(d)]
     second = sum(c**2 for c in curvature) + d * 0.3**2
     descent, residual = quadratics.feedback_bounds((2, 2), 0.75)
     assert residual == pytest.approx(lr**2 * second)
-    steps = quadratics.feedback_plan(0.75).steps
     assert descent == pytest.approx(sum(curvature) / (lr * steps) + lr * second + lr**2 * second)
     for delta in (0.01, 0.25, 0.75, 0.99):
         root = math.sqrt(1 - delta)
@@ -312,7 +310,7 @@ def audited(method, gradients, carried=None):
     """Return the record of exchanges of the workers' gradients, a list a step, of one tensor."""
     carried = carried or NoMemory()
     segments = Segments.of([(len(gradients[0][0]),)], method.granularity)
-    lane = alone.lane_of(method, segments, carried)
+    lane = audit.lane_of(method, segments, carried)
     world = SimulatedWorld(len(gradients[0]), torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     exchange = audit.Audited(world, lane, 0, Clock(world.device))
     for step, xs in enumerate(gradients):

@@ -23,7 +23,7 @@ from gcbench.checks.bounds import (
     quadratics,
     training,
 )
-from gcbench.checks.bounds.claims import Judged
+from gcbench.checks.bounds.claims import Judged, MethodVerdicts
 from gcbench.core.compressor import Segments
 
 QUICK = ("--quadratic-only", "--seed", 0, "--strict")
@@ -122,7 +122,7 @@ def test_what_no_audit_sees_is_not_judged(base, collectives, why, small) -> None
     judged = Judged(lambda _: True)
     work = (codec_claims.units, quadratic_claims.units)
     for unit in (unit for units in work for unit in units({"right": method}, (0,))):
-        unit.judge(judged)
+        unit.judge(MethodVerdicts(judged, unit.word, unit.place))
     skipped = {group for group, _, reasons in judged.absent if why in reasons}
     assert not [row["claim"] for row in judged.rows if row["verdict"] == "fails"]
     if method.claims.unbiased:
@@ -207,5 +207,6 @@ def test_wrong_methods_are_caught_in_training_alone(name: str, installed, tmp_pa
         for seed in settings.seeds
     ]
     judged = Judged(lambda _: True)
-    codec_claims.judge(name, audit.merged(records), judged, "training", "60 steps")
+    verdicts = MethodVerdicts(judged, name, "training")
+    codec_claims.judge(audit.merged(records), verdicts, "60 steps")
     assert any(row["verdict"] == "fails" for row in judged.rows)

@@ -64,6 +64,15 @@ class STOCHASTIC(BF16):
     rounding: str = "stochastic"
 
 
+class Unbiased(Claims):
+    unbiased = True
+
+
+def derived(prefix, fault, *bases):
+    """Return one class per right method that has the fault of a class."""
+    return [type(f"{prefix}{base.__name__}", (fault, base), {}) for base in bases]
+
+
 class ForgetsTheLast(Compressor):
     """The mean omits the last worker."""
 
@@ -71,24 +80,7 @@ class ForgetsTheLast(Compressor):
         return super().mean(payloads[:-1] or payloads, ctx)
 
 
-class ForgetfulNone(ForgetsTheLast, NONE):
-    pass
-
-
-class ForgetfulTern(ForgetsTheLast, TERN):
-    pass
-
-
-class ForgetfulInt8(ForgetsTheLast, INT8):
-    pass
-
-
-class ForgetfulFft(ForgetsTheLast, FFT):
-    pass
-
-
-class ForgetfulVote(ForgetsTheLast, SIGN):
-    pass
+FORGETFUL = derived("Forgetful", ForgetsTheLast, NONE, TERN, INT8, FFT, SIGN)
 
 
 class FirstWorkersOnly(Compressor):
@@ -99,16 +91,7 @@ class FirstWorkersOnly(Compressor):
         return super().merge([payloads[0]] * workers, ctx)
 
 
-class PartialNone(FirstWorkersOnly, NONE):
-    pass
-
-
-class PartialVote(FirstWorkersOnly, SIGN):
-    pass
-
-
-class PartialInt8(FirstWorkersOnly, INT8):
-    pass
+PARTIAL = derived("Partial", FirstWorkersOnly, NONE, SIGN, INT8)
 
 
 class DropsTheTail(Compressor):
@@ -118,18 +101,13 @@ class DropsTheTail(Compressor):
         return super().encode(cut(x), ctx)
 
 
+SHORTENED = derived("Short", DropsTheTail, TOPK, TERN)
+
+
 def cut(x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     x[200_000:] = 0
     return x
-
-
-class ShortTopK(DropsTheTail, TOPK):
-    pass
-
-
-class ShortTern(DropsTheTail, TERN):
-    pass
 
 
 class ShortSum(NONE):
@@ -147,30 +125,16 @@ class DropsTheSmall(Compressor):
         return super().encode(remaining, ctx)
 
 
-class CoarseTern(DropsTheSmall, TERN):
-    pass
-
-
-class CoarseQsgd(DropsTheSmall, QSGD):
-    pass
-
-
-class CoarseRandomK(DropsTheSmall, RANDOMK):
-    pass
-
-
-class Boast(type(TERN().claims)):
-    @property
-    def nominal_bits(self):
-        return 0.5
+COARSE = derived("Coarse", DropsTheSmall, TERN, QSGD, RANDOMK)
 
 
 class BoastfulTern(TERN):
     """Claims that the source states half a bit per element."""
 
-    @property
-    def claims(self):
-        return Boast(self)
+    class claims(type(TERN().claims)):
+        @property
+        def nominal_bits(self):
+            return 0.5
 
 
 class Remembering(NONE):
@@ -304,44 +268,30 @@ class Drifting(Levels):
 class Stepless(Levels):
     """Uses the same draws at all steps and ranks, and declares no variance."""
 
-    @property
-    def claims(self):
-        return Unbiased(self)
+    claims = Unbiased
 
     def draws(self, key, n):
         return super().draws(key._replace(step=0, rank=0), n)
 
 
-class Unbiased(Claims):
-    unbiased = True
+def redrawn(name, key_of):
+    """Return a class that draws at another key."""
+    draws = {"draws": lambda self, key, n: Levels.draws(self, key_of(key), n)}
+    return type(name, (Levels,), draws)
 
 
-class FewSteps(Levels):
-    """Draws repeat after 64 steps."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(step=key.step % 64), n)
-
-
-class FewRanks(Levels):
-    """Draws repeat after 4 workers."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(rank=key.rank % 4), n)
-
-
-class AddedRanks(Levels):
-    """A worker uses the draws that its neighbor used in the previous step."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(step=key.step + key.rank, rank=0), n)
-
-
-class OnePurpose(Levels):
-    """An owner reuses its draws as a worker."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(stream=0), n)
+REDRAWN = [
+    redrawn("FewSteps", lambda key: key._replace(step=key.step % 64)),
+    redrawn("FewRanks", lambda key: key._replace(rank=key.rank % 4)),
+    redrawn("AddedRanks", lambda key: key._replace(step=key.step + key.rank, rank=0)),
+    redrawn("OnePurpose", lambda key: key._replace(stream=0)),
+    redrawn("SeedBits", lambda key: key._replace(seed=key.seed % 2**32)),
+    redrawn("OffsetBits", lambda key: key._replace(offset=key.offset % 2**32)),
+    redrawn("AddedSeeds", lambda key: key._replace(seed=key.seed + 1000 * key.rank, rank=0)),
+]
+"""Draws repeat after 64 steps or 4 workers; a worker uses the draws that its neighbor used in the
+previous step; an owner reuses its draws as a worker; seeds or offsets are truncated to 32 bits;
+1000 times the rank is added to the seed."""
 
 
 class Offsetless(Levels):
@@ -380,32 +330,13 @@ class Tripled(Compressor):
         return decoded
 
 
-class TripledLevels(Tripled, Levels):
-    pass
-
-
 class TripledTopK(Tripled, TOPK):
     """The same, without a closed form of its error."""
 
-    @property
-    def claims(self):
-        return Open(self)
-
-
-class Open(type(TOPK().claims)):
-    @property
-    def gaussian_error(self):
-        return None
-
-
-class MeanClaims(Claims):
-    contractive = True
-
-    def error_bound(self, x, ctx):
-        lost = [
-            p.square().sum() - p.abs().sum() ** 2 / max(1, len(p)) for p in pieces(x, ctx.segments)
-        ]
-        return float(sum(lost).clamp(min=0)) + 1e-6 * float(x.double().square().sum())
+    class claims(type(TOPK().claims)):
+        @property
+        def gaussian_error(self):
+            return None
 
 
 def pieces(x: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
@@ -415,9 +346,15 @@ def pieces(x: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
 class TorchMean(Levels):
     """The sign times the mean magnitude, which torch adds in an order that depends on threads."""
 
-    @property
-    def claims(self):
-        return MeanClaims(self)
+    class claims(Claims):
+        contractive = True
+
+        def error_bound(self, x, ctx):
+            lost = [
+                p.square().sum() - p.abs().sum() ** 2 / max(1, len(p))
+                for p in pieces(x, ctx.segments)
+            ]
+            return float(sum(lost).clamp(min=0)) + 1e-6 * float(x.double().square().sum())
 
     def scales(self, x, segments):
         parts = x.split(list(segments.lengths))
@@ -430,9 +367,7 @@ class TorchMean(Levels):
 class SharedLevels(Levels):
     """Right: all workers use the largest scale."""
 
-    @property
-    def claims(self):
-        return Unbiased(self)
+    claims = Unbiased
 
     def prepare(self, x, ctx):
         return Prepared(self.scales(x, ctx.segments))
@@ -477,60 +412,42 @@ class WrappingVote(SIGN):
         return torch.where(votes == 0, tied, votes.sign().float())
 
 
-class FlatClaims(LevelsClaims):
-    def variance(self, x, ctx):
-        exact = super().variance(x, ctx)
-        return torch.cat([p.mean().expand(len(p)) for p in exact.split(list(ctx.segments.lengths))])
-
-
 class Flat(Levels):
     """Declares for each element the mean variance of its segment."""
 
-    @property
-    def claims(self):
-        return FlatClaims(self)
+    class claims(LevelsClaims):
+        def variance(self, x, ctx):
+            exact = super().variance(x, ctx)
+            return torch.cat(
+                [p.mean().expand(len(p)) for p in exact.split(list(ctx.segments.lengths))]
+            )
 
 
 class LowOmega(Levels):
     """Declares half of the bound on its relative variance that p (1 - p) <= 1/4 gives."""
 
-    @property
-    def claims(self):
-        return LowOmegaClaims(self)
+    class claims(LevelsClaims):
+        def omega(self, segments):
+            return 0.5 * max(segments.lengths) / (4 * TOP**2)
 
 
 class RoundOmega(Levels):
     """Declares a bound on its relative variance that is right for two lengths alone."""
 
-    @property
-    def claims(self):
-        return RoundOmegaClaims(self)
-
-
-class RoundOmegaClaims(LevelsClaims):
-    def omega(self, segments):
-        length = max(1, *segments.lengths, 1)
-        return (0.25 if length in (33, 2000) else 0.01) * length / TOP**2
-
-
-class LowOmegaClaims(LevelsClaims):
-    def omega(self, segments):
-        return 0.5 * max(segments.lengths) / (4 * TOP**2)
-
-
-class Halving(Claims):
-    contractive = True
-
-    def error_bound(self, x, ctx):
-        return 0.5 * float(x.double().square().sum())
+    class claims(LevelsClaims):
+        def omega(self, segments):
+            length = max(1, *segments.lengths, 1)
+            return (0.25 if length in (33, 2000) else 0.01) * length / TOP**2
 
 
 class Clipping(Levels):
     """Clips at three times the rms, so that a spike loses nearly all, and claims to lose half."""
 
-    @property
-    def claims(self):
-        return Halving(self)
+    class claims(Claims):
+        contractive = True
+
+        def error_bound(self, x, ctx):
+            return 0.5 * float(x.double().square().sum())
 
     def scales(self, x, segments):
         squares = ops.statistics.moments(x, segments)[1]
@@ -541,27 +458,15 @@ class Clipping(Levels):
         return super().codes(x.clamp(-scale, scale), scale, draws)
 
 
-class LowBoundClaims(Claims):
-    contractive = True
-
-    def error_bound(self, x, ctx):
-        share = 0.17 if len(x) and float(x.abs().max()) > 2.0**-100 else 1.0
-        return share * float(x.double().square().sum())
-
-
 class LowBound(Levels):
     """Claims an error of at most a sixth; with heavy tails it exceeds a quarter."""
 
-    @property
-    def claims(self):
-        return LowBoundClaims(self)
+    class claims(Claims):
+        contractive = True
 
-
-class BlocksClaims(Claims):
-    unbiased = True
-
-    def variance(self, x, ctx):
-        return 3 * x.double().square()
+        def error_bound(self, x, ctx):
+            share = 0.17 if len(x) and float(x.abs().max()) > 2.0**-100 else 1.0
+            return share * float(x.double().square().sum())
 
 
 @dataclass(frozen=True)
@@ -570,9 +475,11 @@ class Blocks(Compressor):
 
     collectives: ClassVar[tuple[str, ...]] = ("allgather",)
 
-    @property
-    def claims(self):
-        return BlocksClaims(self)
+    class claims(Claims):
+        unbiased = True
+
+        def variance(self, x, ctx):
+            return 3 * x.double().square()
 
     def encode(self, x, ctx):
         first = ctx.key.offset % 16
@@ -715,9 +622,7 @@ class LateTern(TERN):
 class TripledUnclaimed(Tripled, Levels):
     """The same, without a declared variance."""
 
-    @property
-    def claims(self):
-        return Unbiased(self)
+    claims = Unbiased
 
 
 class PairedSteps(QSGD):
@@ -737,14 +642,9 @@ class FlushingInt8(INT8):
 class BoastfulDelta(TOPK):
     """Declares three times its delta."""
 
-    @property
-    def claims(self):
-        return BoastfulDeltaClaims(self)
-
-
-class BoastfulDeltaClaims(type(TOPK().claims)):
-    def delta(self, segments):
-        return min(1.0, 3 * super().delta(segments))
+    class claims(type(TOPK().claims)):
+        def delta(self, segments):
+            return min(1.0, 3 * super().delta(segments))
 
 
 class FirstFactor(POWER):
@@ -805,31 +705,12 @@ class ShiftedFft(FFT):
         return ops.spectrum.pack(bins, remaining, runs, *form, grids=None)
 
 
-class SeedBits(Levels):
-    """Seeds are truncated to 32 bits."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(seed=key.seed % 2**32), n)
-
-
-class OffsetBits(Levels):
-    """Offsets are truncated to 32 bits."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(offset=key.offset % 2**32), n)
-
-
 class LowVariance(Levels):
     """Declares 95 % of its variance."""
 
-    @property
-    def claims(self):
-        return LowVarianceClaims(self)
-
-
-class LowVarianceClaims(LevelsClaims):
-    def variance(self, x, ctx):
-        return 0.95 * super().variance(x, ctx)
+    class claims(LevelsClaims):
+        def variance(self, x, ctx):
+            return 0.95 * super().variance(x, ctx)
 
 
 class Dithered(Dither):
@@ -850,28 +731,18 @@ class CoarseForAny(TOPK):
 class LowDelta(TOPK):
     """Declares a delta that is a tenth too large."""
 
-    @property
-    def claims(self):
-        return LowDeltaClaims(self)
-
-
-class LowDeltaClaims(type(TOPK().claims)):
-    def delta(self, segments):
-        return min(1.0, 1.1 * super().delta(segments))
+    class claims(type(TOPK().claims)):
+        def delta(self, segments):
+            return min(1.0, 1.1 * super().delta(segments))
 
 
 class LowGaussian(TOPK):
     """Declares an error on normal input that is 2 % too low."""
 
-    @property
-    def claims(self):
-        return LowGaussianClaims(self)
-
-
-class LowGaussianClaims(type(TOPK().claims)):
-    @property
-    def gaussian_error(self):
-        return 0.98 * super().gaussian_error
+    class claims(type(TOPK().claims)):
+        @property
+        def gaussian_error(self):
+            return 0.98 * super().gaussian_error
 
 
 class DeadPower(POWER):
@@ -899,26 +770,16 @@ class RatioRandomK(RANDOMK):
 class HalfTheBits(INT8):
     """Declares 4.2 bits and sends 8.1."""
 
-    @property
-    def claims(self):
-        return HalfTheBitsClaims(self)
-
-
-class HalfTheBitsClaims(type(INT8().claims)):
-    nominal_bits = 4.2
+    class claims(type(INT8().claims)):
+        nominal_bits = 4.2
 
 
 class OnlyDelta(TOPK):
     """Declares a delta and no bound."""
 
-    @property
-    def claims(self):
-        return OnlyDeltaClaims(self)
-
-
-class OnlyDeltaClaims(type(TOPK().claims)):
-    def error_bound(self, x, ctx):
-        return None
+    class claims(type(TOPK().claims)):
+        def error_bound(self, x, ctx):
+            return None
 
 
 ADAM = type(registry.compressor("onebitadam"))
@@ -1013,15 +874,12 @@ class EvenCrews(QSGD):
         return (QSGD() if ctx.workers % 2 else QSGD(noise="correlated")).encode(x, ctx)
 
 
-class FirstOmegaClaims(LevelsClaims):
-    def omega(self, segments):
-        return segments.lengths[0] / (4 * TOP**2)
-
-
 class FirstOmega(Levels):
     """Declares a relative variance for the length of the first tensor of a bucket."""
 
-    claims = FirstOmegaClaims
+    class claims(LevelsClaims):
+        def omega(self, segments):
+            return segments.lengths[0] / (4 * TOP**2)
 
 
 class CoinOfTwo(SIGN):
@@ -1041,13 +899,6 @@ class SharedFactors(POWER):
     def following(self, p, q, ctx):
         last = {one.shape: one for one in super().following(p, q, ctx)}
         return [last[one.shape] for one in q]
-
-
-class AddedSeeds(Levels):
-    """Adds 1000 times the rank to the seed."""
-
-    def draws(self, key, n):
-        return super().draws(key._replace(seed=key.seed + 1000 * key.rank, rank=0), n)
 
 
 class ShiftedDraws(Levels):
@@ -1146,36 +997,26 @@ class PerTensor(Levels):
         return super().decode(payload, ctx._replace(segments=Segments.of(ctx.segments.shapes)))
 
 
-class OtherMomentumClaims(type(INT8().claims)):
-    def uncompressed(self, gradients, warm_up):
-        momentum = torch.zeros(())
-        for gradient in gradients:
-            momentum = torch.lerp(momentum, gradient, 0.2)
-            yield momentum
-
-
 class OtherMomentum(INT8):
     """The momentum of its memory is not that of the claimed optimizer; the rule is the default."""
 
-    claims = OtherMomentumClaims
+    class claims(type(INT8().claims)):
+        def uncompressed(self, gradients, warm_up):
+            momentum = torch.zeros(())
+            for gradient in gradients:
+                momentum = torch.lerp(momentum, gradient, 0.2)
+                yield momentum
+
     memory = "momentum"
 
 
 SEARCHED = {
-    ForgetfulNone: SHORT,
-    ForgetfulTern: SHORT,
-    ForgetfulInt8: SHORT,
-    ForgetfulFft: SHORT,
-    ForgetfulVote: SHORT,
-    PartialNone: SHORT,
-    PartialVote: SHORT,
-    PartialInt8: SHORT,
-    ShortTopK: LONG,
-    ShortTern: LONG,
+    **dict.fromkeys([*FORGETFUL, *PARTIAL], SHORT),
+    **dict.fromkeys(SHORTENED, LONG),
     ShortSum: LONG,
     Remembering: SHORT,
     LastSeen: SHORT,
-    TripledLevels: LONG,
+    **dict.fromkeys(derived("Tripled", Tripled, Levels), LONG),
     TripledTopK: LONG,
     WrappingLevels: SHORT,
     WrappingVote: SHORT,
@@ -1200,9 +1041,7 @@ SEARCHED = {
 }
 """Methods that the search must refuse, and the effort."""
 WRONG = {
-    CoarseTern: "unbiased",
-    CoarseQsgd: "unbiased",
-    CoarseRandomK: "unbiased",
+    **dict.fromkeys(COARSE, "unbiased"),
     BoastfulTern: "nominal bits",
     TruncatingFp8: "contraction",
     CoarseFp8: "contraction",
@@ -1217,18 +1056,13 @@ WRONG = {
     ShrunkLevels: "unbiased",
     Drifting: "unbiased",
     Stepless: "independent noise",
-    FewSteps: "independent noise",
-    FewRanks: "independent noise",
-    AddedRanks: "independent noise",
-    OnePurpose: "independent noise",
+    **dict.fromkeys(REDRAWN, "independent noise"),
     Offsetless: "independent noise",
     Periodic: "independent noise",
     Pairs: "independent noise",
     Clipping: "contraction",
     LowBound: "contraction",
     Flat: "variance",
-    SeedBits: "independent noise",
-    OffsetBits: "independent noise",
     LowVariance: "variance",
     Dithered: "variance",
     CoarseForAny: "contraction",
@@ -1261,7 +1095,6 @@ WRONG = {
     FirstOmega: "variance",
     CoinOfTwo: "fair ties",
     SharedFactors: "same gradient again",
-    AddedSeeds: "independent noise",
     OtherMomentum: "update rule",
     ShiftedDraws: "independent noise",
     OppositeDraws: "independent noise",
@@ -1387,9 +1220,9 @@ def test_a_payload_that_fits_two_tensors_is_not_refused():
 def test_a_method_by_its_definition_has_the_mean_of_the_contract():
     """The default mean is right for a method that overrides it wrongly, as `bandwidth` needs."""
     xs = [inputs.normal(1000, rank) for rank in range(3)]
-    wrong = exchanges.exchanged_mean(ForgetfulNone(), "allgather", xs, [(1000,)])
+    wrong = exchanges.exchanged_mean(FORGETFUL[0](), "allgather", xs, [(1000,)])
     right = exchanges.exchanged_mean(
-        exchanges.with_default_mean(ForgetfulNone()), "allgather", xs, [(1000,)]
+        exchanges.with_default_mean(FORGETFUL[0]()), "allgather", xs, [(1000,)]
     )
     expected = torch.stack(xs).sum(0) / 3
     torch.testing.assert_close(right, expected)

@@ -163,9 +163,12 @@ class RatedClaims(Claims, of=Rated):
 class CoarseSteps(Levels):
     """Rounds at random to 15 levels, at odd steps to 3 of them."""
 
-    @property
-    def claims(self):
-        return CoarseStepsClaims(self)
+    class claims(LevelsClaims):
+        def variance(self, x, ctx):
+            if not ctx.key.step % 2:
+                return super().variance(x, ctx)
+            scale = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double()
+            return scale * x.double().abs() - x.double() ** 2
 
     def encode(self, x, ctx):
         codes, scale = super().encode(x, ctx)
@@ -174,14 +177,6 @@ class CoarseSteps(Levels):
             up = self.draws(ctx.key, len(x)) < level
             codes = torch.where(up, TOP * x.sign(), 0.0).to(torch.int8)
         return codes, scale
-
-
-class CoarseStepsClaims(LevelsClaims):
-    def variance(self, x, ctx):
-        if not ctx.key.step % 2:
-            return super().variance(x, ctx)
-        scale = spread(ops.statistics.absmax(x, ctx.segments), ctx.segments).double()
-        return scale * x.double().abs() - x.double() ** 2
 
 
 class Resetting(Residual):

@@ -84,7 +84,7 @@ def spawned():
 
 @every
 def test_processes_exchange_the_same_bits(spawned, name, number):
-    assert processes.exchange_digests(configured(name, number)) == spawned[name, number]
+    assert processes.digests(configured(name, number)) == spawned[name, number]
 
 
 # ---- golden bytes --------------------------------------------------------------------------------

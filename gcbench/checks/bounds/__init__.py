@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gcbench.checks.bounds import (
@@ -26,19 +25,24 @@ from gcbench.checks.bounds import (
     quadratic_claims,
     training,
 )
-from gcbench.checks.bounds.claims import KINDS, LOOSE, LOOSELY, VERDICTS, Judged
+from gcbench.checks.bounds.claims import (
+    KINDS,
+    LOOSE,
+    LOOSELY,
+    VERDICTS,
+    Judged,
+    MethodVerdicts,
+    Unit,
+)
 from gcbench.checks.bounds.observe import Plan, Record, Watch
 from gcbench.core import progress
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import Interrupted, PayloadError, UsageError, unknown
-from gcbench.core.world import Link, SimulatedWorld
 from gcbench.report import analysis as measuring
 from gcbench.report import figures
-from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
+from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.training import captures, configuration, grid, methods
 from gcbench.training.configuration import Config
-from gcbench.training.store import Run
-from gcbench.training.train import Options, Trainer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,19 +94,9 @@ class Settings(BaseModel):
             UsageError: see `Config.make`.
         """
         name, options = grid.method(self.compressor)
-        values: dict[str, Any] = {
-            "task": self.task,
-            "task_options": self.task_options,
-            "compressor": name,
-            "options": options,
-            "workers": self.workers,
-            "steps": self.steps,
-            "seed": seed,
-        }
-        values |= {
-            key: value for key in ("batch", "lr") if (value := getattr(self, key)) is not None
-        }
-        config = Config.make(values)
+        shared = {"task", "task_options", "workers", "steps", "batch", "lr"}
+        values = self.model_dump(include=shared, exclude_none=True)
+        config = Config.make({**values, "compressor": name, "options": options, "seed": seed})
         configuration.check_limits(config)
         return config
 
@@ -130,7 +124,8 @@ def make(**values: Any) -> Settings:
     """Return settings with the values that the user gave, checked.
 
     Raises:
-        UsageError: a value is out of range, no claim matches, or the training's config is invalid.
+        UsageError: a value is out of range, no claim matches, the training's config is invalid, or
+            seeds are missing or repeated.
     """
     try:
         settings = Settings(**values)
@@ -138,33 +133,23 @@ def make(**values: Any) -> Settings:
         first = error.errors()[0]
         where = "/".join(map(str, first["loc"]))
         raise UsageError(f"{where}={first['input']!r}: {first['msg'].lower()}") from None
-    check(settings)
-    return settings.model_copy(update={"sources": methods.sources(settings.chosen())})
-
-
-def finished(settings: Settings, results: Path) -> Path | None:
-    """Return the folder with this analysis if it is finished, else None."""
-    folder = results / f"{KIND}-{measuring.digest(settings.model_dump(mode='json'))}"
-    return folder if measuring.finished(folder) else None
-
-
-def check(settings: Settings) -> None:
-    """Check settings before any work.
-
-    Raises:
-        UsageError: no claim matches, the training's config is invalid, or seeds are missing or
-            repeated.
-    """
     chosen = settings.chosen()
-    claims = [*codec_claims.catalogue(chosen), *quadratic_claims.catalogue(chosen)]
     fixed = () if settings.quadratic_only else gradient_claims.FIXED
-    if not any(settings.wanted(claim.name) for claim in (*fixed, *claims)):
+    of_methods = [claim.of(word) for claim in _GENERIC for word in chosen]
+    if not any(settings.wanted(claim.name) for claim in (*fixed, *of_methods)):
         names = [claim.name for claim in fixed] + [claim.of("METHOD").name for claim in _GENERIC]
         raise unknown("claim", settings.claims, names, "A pattern may have *, e.g. 'sign*'.")
     if not settings.quadratic_only:
         settings.config(settings.seeds[0])
     if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
         raise UsageError(f"seeds {settings.seeds}: different numbers expected, e.g. --seed 0,1,2")
+    return settings.model_copy(update={"sources": methods.sources(chosen)})
+
+
+def finished(settings: Settings, results: Path) -> Path | None:
+    """Return the folder with this analysis if it is finished, else None."""
+    folder = results / f"{KIND}-{measuring.digest(settings.model_dump(mode='json'))}"
+    return folder if measuring.finished(folder) else None
 
 
 def run(
@@ -179,15 +164,17 @@ def run(
     """Test all claims that match; what an interrupted attempt has finished is not done again.
 
     Raises:
-        UsageError: see `check`.
         GcbenchError: a gradient is not finite, data are missing, the folder cannot be written.
     """
-    check(settings)
     analysis = Analysis.of(KIND, settings, command, tables=[])
     chosen = settings.chosen()
     work = [*codec_claims.units(chosen, settings.seeds)]
     work += quadratic_claims.units(chosen, settings.seeds)
-    units = [unit for unit in work if any(map(settings.wanted, unit.claims))]
+    units = [
+        unit
+        for unit in work
+        if any(settings.wanted(claim.of(unit.word).name) for claim in unit.claims)
+    ]
     train = not settings.quadratic_only
     watched = train and any(settings.wanted(claim.name) for claim in gradient_claims.FIXED)
     seeds = settings.seeds if watched else ()
@@ -209,7 +196,8 @@ def run(
             def report(step: int) -> None:
                 shown.step(before + step, f"{key}, step {step}")
 
-            records, audits = [], []
+            records: list[Record] = []
+            audits: dict[str, list[Record]] = {}
             for seed in seeds:
                 key = f"seed {seed}"
                 if key not in ledger:
@@ -221,36 +209,30 @@ def run(
                 if key not in ledger:
                     args = settings.config(seed), word, method, settings.compressed_steps, folder
                     ledger[key] = training.train(*args, data_dir, report)
-                audits.append((word, ledger[key]))
+                audits.setdefault(word, []).append(ledger[key])
                 before += settings.compressed_steps
-            _compressed(settings, audits, judged)
+            network = settings.task_options.get("network")
+            task = settings.task + (f", {network}" if network else "")
+            trained = {word: audit.merged(each) for word, each in audits.items()}
+            for word, record in trained.items():
+                verdicts = MethodVerdicts(judged, word, f"training of {task}")
+                codec_claims.judge(
+                    record, verdicts, f"{record['steps']} steps, M={settings.workers}"
+                )
             if records:
-                weights = [len(shape) > 1 for shape in records[0]["shapes"]]
-                gradient_claims.judge(records, weights, judged, _place(settings))
+                place = f"gradients of {task}, {settings.steps} steps by {settings.compressor}"
+                gradient_claims.judge(records, judged, place)
             for number, unit in enumerate(units):
                 shown.step(sum(steps) + number, unit.key)
                 if unit.key not in ledger:
-                    verdicts = Judged(settings.wanted)
-                    try:
-                        unit.judge(verdicts)
-                    except Interrupted:
-                        raise
-                    except Exception as error:  # from the method
-                        word = unit.claims[0].partition("/")[2]
-                        claim = codec_claims.CONTRACT.of(word)
-                        message = str(error)
-                        if not isinstance(error, PayloadError):
-                            message = f"{type(error).__name__}: {error}"
-                        where = unit.key.replace(f" {word}", "")
-                        verdicts.refused(claim, unit.place, where, word, message)
-                    ledger[unit.key] = verdicts.record()
+                    ledger[unit.key] = _verdicts_of(unit, settings).record()
                 judged.take(ledger[unit.key])
             shown.step(sum(steps) + len(units), "done")
         finally:
             shown.close()
         judged.sort()
         analysis.provenance["started"] = ledger.started
-        analysis.tables = [*_tables(settings, judged, records, audits)]
+        analysis.tables = [*_tables(settings, judged, records, trained)]
         analysis.conclusions = _conclusions(judged.rows)
         if left := unjudged(settings, judged.rows):
             analysis.conclusions.append(
@@ -263,28 +245,21 @@ def run(
     return analysis
 
 
-def _compressed(settings: Settings, audits: Sequence[tuple[str, Record]], judged: Judged) -> None:
-    """Judge the compressed trainings, with all seeds of a method merged."""
-    place = f"training of {_network(settings)}"
-    for word, together in _by_method(audits).items():
-        label = f"{together['steps']} steps, M={settings.workers}"
-        codec_claims.judge(word, together, judged, place, label)
-
-
-def _by_method(audits: Sequence[tuple[str, Record]]) -> dict[str, Record]:
-    words = dict.fromkeys(word for word, _ in audits)
-    return {
-        word: audit.merged([record for other, record in audits if other == word]) for word in words
-    }
-
-
-def _network(settings: Settings) -> str:
-    network = settings.task_options.get("network")
-    return settings.task + (f", {network}" if network else "")
-
-
-def _place(settings: Settings) -> str:
-    return f"gradients of {_network(settings)}, {settings.steps} steps by {settings.compressor}"
+def _verdicts_of(unit: Unit, settings: Settings) -> Judged:
+    """Return the verdicts of one unit of work; an exception in the method is one of them."""
+    judged = Judged(settings.wanted)
+    verdicts = MethodVerdicts(judged, unit.word, unit.place)
+    try:
+        unit.judge(verdicts)
+    except Interrupted:
+        raise
+    except Exception as error:
+        message = str(error)
+        if not isinstance(error, PayloadError):
+            message = f"{type(error).__name__}: {error}"
+        where = unit.key.replace(f" {unit.word}", "")
+        verdicts.refused(codec_claims.CONTRACT, where, message)
+    return judged
 
 
 def _train(
@@ -294,7 +269,7 @@ def _train(
     data_dir: Path | None,
     report: Callable[[int], None],
 ) -> Record:
-    """Train with one seed, and return the record of what was observed; `told` gets each step."""
+    """Train with one seed, and return what was observed; `report` is called with each step."""
     config = settings.config(seed)
     watch = Watch(
         Plan(
@@ -304,20 +279,11 @@ def _train(
             wanted=settings.wanted,
         )
     )
-    threads = configuration.threads_per_worker(config)
-    parallel = min(config.workers, max(1, configuration.cores() // threads))
-    link = Link(config.link_gbit, config.link_latency_us)
-    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
-    try:
-        options = Options(data_dir=data_dir, on_bucket=watch.on_bucket)
-        # The trainer needs a folder, but nothing is saved.
-        trainer = Trainer(config, world, Run(folder), options)
+    with training.trainer_of(config, folder, data_dir, watch.on_bucket) as trainer:
         watch.start(trainer)
         for step in range(config.steps):
             report(step)
             trainer.train_step()
-    finally:
-        world.close()
     return watch.record()
 
 
@@ -328,17 +294,16 @@ def _tables(
     settings: Settings,
     judged: Judged,
     records: Sequence[Record],
-    audits: Sequence[tuple[str, Record]],
-) -> list[Table]:
+    trained: Mapping[str, Record],
+) -> Iterator[Table]:
     ran = [row for row in judged.rows if row["ran"]]
     alone = [row for row in judged.rows if not row["ran"]]
-    details = Table(
+    yield _verdicts("claims", "Verdicts on compressors", ran)
+    yield _verdicts("gradients", "Properties of gradients; no compressor runs in them", alone)
+    yield Table(
         name="details",
         title="To the verdicts",
-        shown=[
-            Shown(field="claim", heading="claim"),
-            Shown(field="why", heading="note"),
-        ],
+        shown=measuring.shown({"claim": "claim", "why": "note"}),
         which=2,
         by="place",
         rows=[
@@ -347,29 +312,18 @@ def _tables(
             if row["why"]
         ],
     )
-    absent = Table(
+    yield Table(
         name="not_applicable",
         title="Not applicable",
-        shown=[
-            Shown(field="claim", heading="claims"),
-            Shown(field="why", heading="why"),
-            Shown(field="which", heading="of"),
-        ],
+        shown=measuring.shown({"claim": "claims", "why": "why", "which": "of"}),
         which=3,
         by="place",
         rows=judged.skipped(),
     )
-    behind: list[Table] = []
-    if audits:
-        behind.append(_codecs(_by_method(audits)))
+    if trained:
+        yield _codecs(trained)
     if records:
-        sizes = [math.prod(shape) for shape in records[0]["shapes"]]
-        behind += gradient_tables.tables(records, records[0]["names"], sizes, settings.seeds)
-    return [
-        _verdicts("claims", "Verdicts on compressors", ran),
-        _verdicts("gradients", "Properties of gradients; no compressor runs in them", alone),
-        *(details, absent, *behind),
-    ]
+        yield from gradient_tables.tables(records, settings.seeds)
 
 
 def _verdicts(name: str, title: str, rows: list[Row]) -> Table:
@@ -383,19 +337,21 @@ def _verdicts(name: str, title: str, rows: list[Row]) -> Table:
     return Table(
         name=name,
         title=title,
-        shown=[
-            Shown(field="claim", heading="claim"),
-            Shown(field="setting", heading="setting"),
-            Shown(field="verdict", heading="verdict"),
-            Shown(field="bound", heading="bound"),
-            Shown(field="measured", heading="measured"),
-            Shown(field="low", heading="from"),
-            Shown(field="high", heading="to"),
-            Shown(field="slack", heading="slack"),
-            Shown(field="n", heading="n"),
-            Shown(field="over", heading="of"),
-            Shown(field="ran", heading="compressor\nthat ran"),
-        ],
+        shown=measuring.shown(
+            {
+                "claim": "claim",
+                "setting": "setting",
+                "verdict": "verdict",
+                "bound": "bound",
+                "measured": "measured",
+                "low": "from",
+                "high": "to",
+                "slack": "slack",
+                "n": "n",
+                "over": "of",
+                "ran": "compressor\nthat ran",
+            }
+        ),
         by="place",
         notes=[*notes, f"Kinds of claims. {kinds}."] if rows else [],
         rows=rows,
@@ -420,14 +376,16 @@ def _codecs(records: Mapping[str, Record]) -> Table:
     return Table(
         name="codecs",
         title="What is lost in compressed training, as a share of ||x||^2",
-        shown=[
-            Shown(field="method", heading="method"),
-            Shown(field="lost", heading="lost:\n1 - delta"),
-            Shown(field="variance", heading="variance\nof the mean"),
-            Shown(field="declared", heading="declared"),
-            Shown(field="steps", heading="steps"),
-            Shown(field="stopped", heading="stopped\nat step"),
-        ],
+        shown=measuring.shown(
+            {
+                "method": "method",
+                "lost": "lost:\n1 - delta",
+                "variance": "variance\nof the mean",
+                "declared": "declared",
+                "steps": "steps",
+                "stopped": "stopped\nat step",
+            }
+        ),
         rows=rows,
     )
 
@@ -528,31 +486,21 @@ def draw(analysis: Analysis, path: Path) -> None:
         for axes, place in zip(panels, places, strict=True):
             _panel(axes, [row for row in rows if row["place"] == place], longest, colours)
             axes.set_title(place)
-        style: dict[str, Any] = {"ls": "", "ms": 9}
-        handles = [
-            Line2D(
-                [],
-                [],
-                marker="s",
-                color=colour,
-                label=f"{verdict} ({_count(rows, verdict)})",
-                **style,
-            )
+        verdicts = [row["verdict"] for row in rows]
+        symbols = [
+            ("s", colour, f"{verdict} ({verdicts.count(verdict)})")
             for verdict, colour in colours.items()
         ]
-        handles += [
-            Line2D([], [], marker=marker, color="0.4", label=kind, **style)
-            for kind, marker in SYMBOLS.items()
+        symbols += [(marker, "0.4", kind) for kind, marker in SYMBOLS.items()]
+        handles = [
+            Line2D([], [], ls="", ms=9, marker=marker, color=colour, label=label)
+            for marker, colour, label in symbols
         ]
         handles.append(Line2D([], [], color="0.4", lw=2.5, label="interval"))
         count = len(handles)
         figure.legend(handles=handles, loc="outside lower center", ncols=count, frameon=False)
         figure.suptitle("Convergence claims: left of 1 the bound holds")
         figures.save(figure, path)
-
-
-def _count(rows: Sequence[Row], verdict: str) -> int:
-    return sum(row["verdict"] == verdict for row in rows)
 
 
 def _ratio(value: Any) -> float:

@@ -18,9 +18,16 @@ from torch import Tensor
 
 from gcbench.checks import calls
 from gcbench.checks.oracle import energy
-from gcbench.core import codec, purposes, registry
+from gcbench.core import memory, purposes, registry
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Context, Key, MultiRoundCompressor, reencodes
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Segments,
+    reencodes,
+)
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.values import finite
 from gcbench.core.world import World
@@ -32,19 +39,38 @@ DIRECTIONS = 3
 """A bias is tested along three vectors: t, sign(t), and sign(t) where |t| is above its rms."""
 
 
+AGAIN = "two-shot alone is legal, whose owners encode the mean again"
+
+
+def once(method: Compressor) -> str:
+    """Return a legal collective that encodes only once, if there is one: all-gather first."""
+    legal = method.legal_collectives()
+    return next((name for name in ("allgather", "allreduce") if name in legal), legal[0])
+
+
+def again(method: Compressor) -> bool:
+    """Return whether what arrives was always encoded twice, which no declared error is about."""
+    return reencodes(method, once(method))
+
+
+def lane_of(method: Compressor, segments: Segments, carried: memory.Memory | None = None) -> Lane:
+    """Return a lane for a method, by the collective of `once`."""
+    return Lane(method, once(method), 0, segments, carried or memory.Memory())
+
+
 class Audit:
     """Collects sums over the steps of one lane, in float64."""
 
     def __init__(self, lane: Lane, workers: int) -> None:
         self.lane, self.workers = lane, workers
-        method, memory = lane.compressor, lane.memory
-        residual = isinstance(memory, registry.memory_class("residual"))
-        self.decay: float | None = memory.decay if residual else None  # type: ignore[attr-defined]
-        comparable = self.decay is not None or not memory.carries
+        method, carried = lane.compressor, lane.memory
+        residual = isinstance(carried, registry.memory_class("residual"))
+        self.decay: float | None = carried.decay if residual else None  # type: ignore[attr-defined]
+        comparable = self.decay is not None or not carried.carries
         # Encoding means or partial sums again adds an error that no declaration is about.
         once = comparable and not reencodes(method, lane.collective)
         mean = method.claims.aggregate == "mean"
-        self.unbiased = once and mean and method.claims.unbiased and not memory.carries
+        self.unbiased = once and mean and method.claims.unbiased and not carried.carries
         self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
         self.identity = once and mean and self.decay is not None
         self.signs = comparable and method.claims.signs and self.decay is None
@@ -122,15 +148,10 @@ class Audit:
     def _moments(self, offered: Sequence[Tensor], mean: Tensor, decoded: Tensor, key: Key) -> None:
         """Add the deviation from the target along the `DIRECTIONS`, and its squared norm."""
         method, segments = self.lane.compressor, self.lane.segments
-        drawn = method.draw_shared(Context(segments, key=key))
-        if drawn is not None:  # all workers draw the same: like one worker with their mean
-            shared, xs = drawn, [mean.float()]
-        else:
-            statistics = [codec.prepare(method, x, Context(segments)).statistic for x in offered]
-            shared, xs = (
-                torch.stack(statistics).amax(0) if statistics[0].numel() else statistics[0],
-                list(offered),
-            )
+        # If all workers draw the same, they are like one worker with their mean.
+        alike = method.draw_shared(Context(segments, key=key)) is not None
+        xs = [mean.float()] if alike else offered
+        shared = calls.agree(method, xs, segments, key)
         targets = [method.claims.target(x, Context(segments, shared)).double() for x in xs]
         target = torch.stack(targets).mean(0)
         if any(float(t @ x.double()) <= 0 < energy(x) for t, x in zip(targets, xs, strict=True)):
@@ -154,10 +175,8 @@ class Audit:
         self.excess.append(self.errors[-1] - float(variance.sum()))
         self.spread["declared"] += float(variance.sum())
         if method.claims.two_levels:
-            jump = torch.stack([jumps(t, v) for t, v in zip(targets, variances, strict=True)]).sum(
-                0
-            )
-            jump /= len(xs)
+            each = [jumps(t, v) for t, v in zip(targets, variances, strict=True)]
+            jump = torch.stack(each).sum(0) / len(xs)
             # A scale may differ by float32's rounding, also between the workers' and the target's.
             if bool((away.abs() > jump * (1 + 1e-4) + 1e-6 * target.abs().max()).any()):
                 self.fault = "an element is further from its target than its two levels"
@@ -197,7 +216,7 @@ class Audit:
             self.by_delta.append(_over(lost, (1 - self.delta) * square, square))
         ctx = Context(segments, key=key)
         if not rounds:
-            ctx = ctx._replace(shared=codec.agree(method, offered, ctx)[0])
+            ctx = ctx._replace(shared=calls.agree(method, offered, segments, key))
         bounds = [method.claims.error_bound(x, ctx) for x in xs]
         bounds_of_workers = [bound for bound in bounds if bound is not None]
         if len(bounds_of_workers) == len(xs):

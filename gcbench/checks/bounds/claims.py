@@ -56,10 +56,10 @@ class Claim:
 
     name: str
     """Group and member: "signsgd/densities", or "unbiased/terngrad" for a claim about a method."""
-    kind: str
-    """A key of `KINDS`."""
     statement: str
     source: str
+    kind: str = "theorem"
+    """A key of `KINDS`."""
     equality: bool = False
     """Whether a deviation to either side is wrong; the bound is then the largest one allowed."""
 
@@ -88,15 +88,6 @@ def judge(measured: Interval, bound: float, *, equality: bool = False) -> str:
     return "holds" if measured.high <= bound * (1 + ATTAINED) else "undecided"
 
 
-class Unit(NamedTuple):
-    """A unit of work: its key in the ledger, its place, the claims it judges, and a function."""
-
-    key: str
-    place: str
-    claims: tuple[str, ...]
-    judge: Callable[[Judged], None]
-
-
 class Judged:
     """Collects verdicts, and which claims do not apply to which methods, with the reason."""
 
@@ -119,11 +110,6 @@ class Judged:
         """Judge a claim, if it is to be tested; `ran` is the compressor that ran, if any."""
         if self.wanted(claim.name):
             self.rows.append(row(claim, place, setting, measured, bound, why, ran))
-
-    def refused(self, claim: Claim, place: str, setting: str, ran: str, error: str) -> None:
-        """Record that a method refused a payload of its own: it fails, whatever is to be tested."""
-        failure = row(claim, place, setting, always(1.0, 1), 0.0, error, ran)
-        self.rows.append(failure)
 
     def skip(self, name: str, place: str, why: str) -> None:
         """Record that a claim does not apply; those with one group and reason share a row."""
@@ -167,6 +153,48 @@ class Judged:
             }
             for (group, place, why), which in self.absent.items()
         ]
+
+
+class MethodVerdicts(NamedTuple):
+    """Adds verdicts on one method at one place."""
+
+    judged: Judged
+    word: str
+    place: str
+
+    def wanted(self, claim: Claim) -> bool:
+        """Return whether the claim is to be tested of this method."""
+        return self.judged.wanted(claim.of(self.word).name)
+
+    def add(
+        self, claim: Claim, measured: Interval, bound: float, *, setting: str = "", why: str = ""
+    ) -> None:
+        """Judge a claim about the method; see `Judged.add`."""
+        about = claim.of(self.word)
+        self.judged.add(about, self.place, measured, bound, setting=setting, why=why, ran=self.word)
+
+    def refused(self, claim: Claim, setting: str, error: str) -> None:
+        """Record that a method refused a payload of its own: it fails, whatever is to be tested."""
+        about, failure = claim.of(self.word), always(1.0, 1)
+        self.judged.rows.append(row(about, self.place, setting, failure, 0.0, error, self.word))
+
+    def skip(self, why: str, *claims: Claim) -> None:
+        """Record that claims do not apply to the method."""
+        for claim in claims:
+            self.judged.skip(claim.of(self.word).name, self.place, why)
+
+
+class Unit(NamedTuple):
+    """A unit of work on one method."""
+
+    key: str
+    """The name in the ledger."""
+    word: str
+    """The method."""
+    place: str
+    claims: tuple[Claim, ...]
+    """The claims about every method that it judges."""
+    judge: Callable[[MethodVerdicts], None]
 
 
 def row(

@@ -8,7 +8,7 @@ residual memory. They also apply to a class that inherits the declaration.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,24 +16,34 @@ import torch
 from torch import Tensor
 
 from gcbench.checks import calls
-from gcbench.checks.bounds.alone import AGAIN, again, lane_of, single
-from gcbench.checks.bounds.audit import DIRECTIONS, Audited, Record, directions, merged
-from gcbench.checks.bounds.claims import Claim, Judged, Unit
+from gcbench.checks.bounds.audit import (
+    AGAIN,
+    DIRECTIONS,
+    Audited,
+    Record,
+    again,
+    directions,
+    lane_of,
+    merged,
+)
+from gcbench.checks.bounds.claims import Claim, MethodVerdicts, Unit
+from gcbench.checks.exchanges import simulated
 from gcbench.checks.oracle import energy
 from gcbench.core import memory, registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
-from gcbench.core.exchange import Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.stats.confidence import (
     ERROR,
-    EVERY,
     STRICT,
     Interval,
     always,
     bernstein,
     bounded,
     interval,
+    magnitude,
+    number,
+    worst,
 )
 
 PLACE = "known inputs"
@@ -64,7 +74,6 @@ VOTERS = (1, 2, 3, 4, 7)
 
 CONTRACT = Claim(
     "contract",
-    "theorem",
     "the method decodes its own payloads, no further from the target than its levels, and the "
     "target points where x does",
     CARD,
@@ -72,73 +81,62 @@ CONTRACT = Claim(
 )
 UNBIASED = Claim(
     "unbiased",
-    "theorem",
     "E of what arrives is the declared target t: relative deviation along t, sign(t), large t",
     CARD,
     equality=True,
 )
 VARIANCE = Claim(
     "variance",
-    "theorem",
     "E||what arrives - t||^2 is the declared variance, over M for M workers that draw apart",
     CARD,
     equality=True,
 )
 VARIANCE_BOUND = Claim(
     "variance-bound",
-    "theorem",
     "E||Q(x) - x||^2 / the source's bound on it (QSGD: min(d / s^2, sqrt(d) / s) ||x||^2)",
     f"{CARD}; Alistarh et al. 2017, theorem 3.2",
 )
 CONTRACTION = Claim(
     "contraction",
-    "theorem",
     "||x - C(x)||^2 / ((1 - delta) ||x||^2), delta as declared for every x (top-k: k/d)",
     f"{CARD}; Stich et al. 2018, lemma A.1",
 )
 ERROR_BOUND = Claim(
     "error-bound",
-    "theorem",
     "||x - C(x)||^2 / the bound that is declared for this x (scaled sign: (1 - phi) ||x||^2)",
     CARD,
 )
 NORMAL_LOSS = Claim(
     "normal-loss",
-    "theorem",
     "||x - C(x)||^2 / ||x||^2 of normal values: relative deviation from the closed form",
     CARD,
     equality=True,
 )
 IDENTITY = Claim(
     "identity",
-    "theorem",
     "virtual iterate: what arrives + mean e_{t+1} - mean (decay e_t + g_t), relative, is 0",
     "Karimireddy et al. 2019, section 4; Seide et al. 2014",
     equality=True,
 )
 RESIDUAL = Claim(
     "residual",
-    "theorem",
     "||e_t|| / sum_s (1 - delta)^((t - s + 1) / 2) ||g_s||, decay and learning rate included",
     "Karimireddy et al. 2019, proof of lemma 3",
 )
 SIGN = Claim(
     "sign",
-    "theorem",
     "share of elements where what arrives is not the majority of the workers' signs",
     f"{BERNSTEIN}, algorithms 1 and 3",
     equality=True,
 )
 APPLIED = Claim(
     "applied",
-    "theorem",
     "share of elements where what arrives is not the declared aggregate of what was sent",
     CARD,
     equality=True,
 )
 VOTE = Claim(
     "vote",
-    "theorem",
     "normal noise, |g| / sigma from .1 to 2, g > 0 and g < 0: P[vote wrong] less that of M "
     "independent voters, with ties as declared",
     f"{BERNSTEIN}, section 3.3; the binomial distribution",
@@ -146,27 +144,21 @@ VOTE = Claim(
 )
 VOTE_BOUND = Claim(
     "vote-bound",
-    "theorem",
     "P[sign wrong] / Gauss' 1/2 - S / (2 sqrt 3) for one worker with uniform noise, / (1 / "
     "(sqrt(M) S)) for M with normal noise; S = |g| / sigma",
     f"{BERNSTEIN}, lemma D.1 and proof of theorem 2b",
 )
 ALPHA = Claim(
     "alpha",
-    "assumption",
     "||v' - v|| / ||v|| of the workers' mean v, at every step, / sqrt(1 - delta)",
     "Wang et al. 2020, assumption 3.2",
+    kind="assumption",
 )
 
 MOMENTS = (UNBIASED, VARIANCE, VARIANCE_BOUND)
 AUDITED = (CONTRACT, *MOMENTS, CONTRACTION, ERROR_BOUND, IDENTITY, RESIDUAL, SIGN, APPLIED, ALPHA)
 OF_METHODS = (*AUDITED, NORMAL_LOSS, VOTE, VOTE_BOUND)
 """What is claimed of every method: `Claim.of` names the method."""
-
-
-def catalogue(methods: Mapping[str, Compressor]) -> list[Claim]:
-    """Return all claims of this module, about every method."""
-    return [claim.of(word) for claim in OF_METHODS for word in methods]
 
 
 def memory_of(method: Compressor) -> memory.Memory:
@@ -178,54 +170,35 @@ def memory_of(method: Compressor) -> memory.Memory:
 # ---- verdicts on an audit ------------------------------------------------------------------------
 
 
-def judge(
-    word: str, record: Record, judged: Judged, place: str, setting: str, *, alone: bool = False
-) -> None:
-    """Judge the record of an audit of the method `word`; `alone`: it was made on known inputs."""
-
-    def add(claim: Claim, measured: Interval, bound: float, why: str = "") -> None:
-        judged.add(claim, place, measured, bound, setting=setting, why=why, ran=word)
-
+def judge(record: Record, verdicts: MethodVerdicts, setting: str, *, alone: bool = False) -> None:
+    """Judge the record of an audit of a method; `alone`: it was made on known inputs."""
+    add = partial(verdicts.add, setting=setting)
     if "refused" in record:
-        judged.refused(CONTRACT.of(word), place, setting, word, record["refused"])
+        verdicts.refused(CONTRACT, setting, record["refused"])
     if not record["steps"]:
         return
     if "bias" in record:
-        _moments(word, record, add, alone=alone)
+        _moments(record, add, alone=alone)
     for claim, name in ((CONTRACTION, "by_delta"), (ERROR_BOUND, "by_bound")):
         if record.get(name):
-            values = [*map(_number, record[name])]
-            measured = bounded(values, "steps") if record["random"] else _largest(values)
-            add(claim.of(word), measured, 1.0)
-    if "identity" in record:
-        add(IDENTITY.of(word), always(_number(record["identity"]), record["steps"]), ROUNDING)
-    if "residual" in record:
-        add(RESIDUAL.of(word), always(_number(record["residual"]), record["steps"]), 1.0)
-    if record.get("checked"):
-        share = record["wrong"] / record["checked"]
-        add(SIGN.of(word), always(share, record["checked"])._replace(over=EVERY), 0.0)
-    if record.get("compared"):
-        share = record["unlike"] / record["compared"]
-        add(APPLIED.of(word), always(share, record["compared"])._replace(over=EVERY), 0.0)
+            values = [*map(number, record[name])]
+            add(claim, bounded(values, "steps") if record["random"] else worst(values), 1.0)
+    for claim, name, bound in ((IDENTITY, "identity", ROUNDING), (RESIDUAL, "residual", 1.0)):
+        if name in record:
+            add(claim, always(number(record[name]), record["steps"]), bound)
+    for claim, wrong, tried in ((SIGN, "wrong", "checked"), (APPLIED, "unlike", "compared")):
+        if record.get(tried):
+            add(claim, always(record[wrong] / record[tried], record[tried]), 0.0)
     # The assumption is about every step, so not about methods that contract in expectation only;
     # and a code that loses nothing has no error to compare.
     applies = not record["random"] and record.get("limit", 0.0) > ROUNDING
     if record.get("alpha") and record["workers"] > 1 and applies and not alone:
-        values = [*map(_number, record["alpha"])]
+        values = [*map(number, record["alpha"])]
         why = f"mean {sum(values) / len(values):.3f}"
-        add(ALPHA.of(word), _largest(values), record["limit"], why)
+        add(ALPHA, worst(values), record["limit"], why=why)
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _largest(values: Sequence[float]) -> Interval:
-    worst = math.nan if any(map(math.isnan, values)) else max(values)
-    return always(worst, len(values))
-
-
-def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
+def _moments(record: Record, add: Callable[..., None], *, alone: bool) -> None:
     """Judge bias and variance.
 
     Where a variance and two levels are declared intervals are by Bernstein's inequality, else by
@@ -235,39 +208,39 @@ def _moments(word: str, record: Record, add: Any, *, alone: bool) -> None:
     bias, spread, steps = record["bias"], record["spread"], record["steps"]
     deviations = []
     for k in range(DIRECTIONS):
-        total, scale = _number(bias["sum"][k]), _number(bias["scale"][k])
+        mean, scale = number(bias["sum"][k]), number(bias["scale"][k])
         if not scale:
             continue
         if record["levels"]:
-            variance_and_largest = _number(bias["variance"][k]), _number(bias["largest"][k])
-            half = bernstein(*variance_and_largest, ERROR / DIRECTIONS) / scale
-            deviations.append(_about(total / scale, half, steps))
+            variance_and_largest = number(bias["variance"][k]), number(bias["largest"][k])
+            half = bernstein(*variance_and_largest, ERROR / DIRECTIONS)
         else:
-            seen = interval([*map(_number, bias["each"][k])], "steps", 1 - ERROR / DIRECTIONS)
-            half = (seen.high - seen.mean) * steps / scale
-            deviations.append(_about(seen.mean * steps / scale, half, steps))
+            seen = interval([*map(number, bias["each"][k])], "steps", 1 - ERROR / DIRECTIONS)
+            mean, half = seen.mean * steps, (seen.high - seen.mean) * steps
+        deviations.append(magnitude(mean / scale, half / scale, steps, "steps", ROUNDING))
     if deviations:
-        worst = max(deviations, key=_excess)
-        add(UNBIASED.of(word), worst, BIAS, f"{worst.high - worst.mean:.2%} would be seen")
+        largest = max(deviations, key=_excess)
+        why = f"{largest.high - largest.mean:.2%} would be seen"
+        add(UNBIASED, largest, BIAS, why=why)
     if not record["exact"]:
         return
-    declared, error = _number(spread["declared"]), _number(spread["error"])
+    declared, error = number(spread["declared"]), number(spread["error"])
     if not declared:
-        scale = _number(bias["scale"][0])
-        found_error = always(error / scale if scale else error, steps)
-        add(VARIANCE.of(word), found_error, ROUNDING**2, "declared to be exact")
+        scale = number(bias["scale"][0])
+        relative = always(error / scale if scale else error, steps)
+        add(VARIANCE, relative, ROUNDING**2, why="declared to be exact")
         return
     if alone or not record["levels"]:
-        seen = interval([*map(_number, record["excess"])], "steps", STRICT)
+        seen = interval([*map(number, record["excess"])], "steps", STRICT)
         half = (seen.high - seen.mean) * steps / declared
     else:
-        half = bernstein(_number(spread["variance"]), _number(spread["largest"]), ERROR) / declared
-    apart = _about(error / declared - 1, half, steps)
-    add(VARIANCE.of(word), apart, SPREAD, f"{half:.2%} would be seen")
+        half = bernstein(number(spread["variance"]), number(spread["largest"]), ERROR) / declared
+    apart = magnitude(error / declared - 1, half, steps, "steps", ROUNDING)
+    add(VARIANCE, apart, SPREAD, why=f"{half:.2%} would be seen")
     if record["bounded"] and spread["bound"]:
         ratio, width = error / spread["bound"], half * declared / spread["bound"]
         seen = Interval(ratio, ratio - width, ratio + width, steps, "steps")
-        add(VARIANCE_BOUND.of(word), seen, 1.0)
+        add(VARIANCE_BOUND, seen, 1.0)
 
 
 def _excess(deviation: Interval) -> float:
@@ -276,12 +249,6 @@ def _excess(deviation: Interval) -> float:
     if math.isnan(deviation.mean):
         return math.inf
     return deviation.mean / half if half else deviation.mean
-
-
-def _about(deviation: float, half: float, n: int) -> Interval:
-    """Return the interval of the magnitude of a deviation, less float32's rounding."""
-    size = abs(deviation)
-    return Interval(size, max(0.0, size - half - ROUNDING), size + half, n, "steps")
 
 
 # ---- known inputs --------------------------------------------------------------------------------
@@ -316,12 +283,9 @@ INPUTS = {"normal": normal, "equal": equal, "spike": spike, "steps": steps_apart
 
 def exchange(method: Compressor, workers: int, carried: memory.Memory, seed: int) -> Audited:
     """Return an audited exchange of one lane, with tensors of `SHAPES`."""
-    segments = Segments.of(SHAPES, method.granularity)
-    lane = lane_of(method, segments, carried)
+    lane = lane_of(method, Segments.of(SHAPES, method.granularity), carried)
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
-    return Audited(
-        world, Lane(method, lane.collective, 0, segments, carried), seed, Clock(world.device)
-    )
+    return Audited(world, lane, seed, Clock(world.device))
 
 
 def observed(
@@ -381,27 +345,27 @@ def asked(method: Compressor, workers: int) -> int:
 
 def units(methods: Mapping[str, Compressor], seeds: Sequence[int]) -> Iterator[Unit]:
     """Yield all work on known inputs."""
+    claims = (*AUDITED, NORMAL_LOSS)
     for word, method in methods.items():
-        names = tuple(claim.of(word).name for claim in (*AUDITED, NORMAL_LOSS))
         for workers in WORKERS:
-            work = partial(_inputs, word, method, workers, seeds)
-            yield Unit(f"inputs {word} M={workers}", PLACE, names, work)
-        claims = VOTE.of(word).name, VOTE_BOUND.of(word).name
-        yield Unit(f"votes {word}", PLACE, claims, partial(_votes, word, method, seeds))
+            work = partial(_inputs, method, workers, seeds)
+            yield Unit(f"inputs {word} M={workers}", word, PLACE, claims, work)
+        work = partial(_votes, method, seeds)
+        yield Unit(f"votes {word}", word, PLACE, (VOTE, VOTE_BOUND), work)
 
 
 def _inputs(
-    word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
+    method: Compressor, workers: int, seeds: Sequence[int], verdicts: MethodVerdicts
 ) -> None:
     """Judge the audits: moments on normal values, contraction on the worst of all inputs."""
     label = f"M={workers}"
     carried = memory_of(method)
     steps = max(3, math.ceil(asked(method, workers) / len(seeds)))
-    if any(judged.wanted(claim.of(word).name) for claim in AUDITED):
+    if any(map(verdicts.wanted, AUDITED)):
         audits = [observed(method, workers, "normal", seed, steps, carried) for seed in seeds]
         total = merged(audits)
         shown = {name: value for name, value in total.items() if not name.startswith("by_")}
-        judge(word, shown, judged, PLACE, f"normal, {label}", alone=True)
+        judge(shown, verdicts, f"normal, {label}", alone=True)
         singly = _contractions(method, workers, seeds)
         for name in ("by_delta", "by_bound"):
             measured = {kind: one for kind, one in singly.items() if one.get(name)}
@@ -410,11 +374,11 @@ def _inputs(
                 only = {
                     field: measured[kind][field] for field in ("steps", "workers", "random", name)
                 }
-                judge(word, only, judged, PLACE, f"{kind}, {label}", alone=True)
+                judge(only, verdicts, f"{kind}, {label}", alone=True)
         if workers == 1:
-            _absent(word, method, total, singly, judged)
-    if workers == 1 and judged.wanted(NORMAL_LOSS.of(word).name):
-        _normal_loss(word, method, seeds, judged)
+            _absent(method, total, singly, verdicts)
+    if workers == 1 and verdicts.wanted(NORMAL_LOSS):
+        _normal_loss(method, seeds, verdicts)
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -454,45 +418,39 @@ def _contractions(
 
 
 def _absent(
-    word: str,
-    method: Compressor,
-    record: Record,
-    singly: Mapping[str, Record],
-    judged: Judged,
+    method: Compressor, record: Record, singly: Mapping[str, Record], verdicts: MethodVerdicts
 ) -> None:
     """Record which claims do not apply: the method lacks the declaration, or no audit sees it."""
-    for claim in MOMENTS:
-        if not method.claims.unbiased:
-            judged.skip(claim.of(word).name, PLACE, "it does not claim to be unbiased")
-        elif "exact" not in record:
-            judged.skip(claim.of(word).name, PLACE, _unseen(method))
-        elif claim is not UNBIASED and not record["exact"]:
-            judged.skip(claim.of(word).name, PLACE, "it declares no variance")
-        elif claim is VARIANCE_BOUND and not (record["bounded"] and record["spread"]["bound"]):
-            judged.skip(claim.of(word).name, PLACE, "its source has no bound")
-    for claim, name in ((CONTRACTION, "by_delta"), (ERROR_BOUND, "by_bound")):
-        if not method.claims.contractive:
-            judged.skip(claim.of(word).name, PLACE, "it does not claim to contract")
+    claims, skip = method.claims, verdicts.skip
+    if not claims.unbiased:
+        skip("it does not claim to be unbiased", *MOMENTS)
+    elif "exact" not in record:
+        skip(_unseen(method), *MOMENTS)
+    elif not record["exact"]:
+        skip("it declares no variance", VARIANCE, VARIANCE_BOUND)
+    elif not (record["bounded"] and record["spread"]["bound"]):
+        skip("its source has no bound", VARIANCE_BOUND)
+    for claim, name, why in (
+        (CONTRACTION, "by_delta", "it declares no constant for every x"),
+        (ERROR_BOUND, "by_bound", "no bound for x"),
+    ):
+        if not claims.contractive:
+            skip("it does not claim to contract", claim)
         elif again(method):
-            judged.skip(claim.of(word).name, PLACE, AGAIN)
+            skip(AGAIN, claim)
         elif not any(one.get(name) for one in singly.values()):
-            why = "it declares no constant for every x" if name == "by_delta" else "no bound for x"
-            judged.skip(claim.of(word).name, PLACE, why)
+            skip(why, claim)
     if "identity" not in record:
         why = _unseen(method) if method.memory == "residual" else "it carries no residual"
-        judged.skip(IDENTITY.of(word).name, PLACE, why)
-        judged.skip(RESIDUAL.of(word).name, PLACE, why)
+        skip(why, IDENTITY, RESIDUAL)
     elif "residual" not in record:
-        judged.skip(RESIDUAL.of(word).name, PLACE, "it contracts in expectation, or by no constant")
-    if not method.claims.signs:
-        judged.skip(SIGN.of(word).name, PLACE, "it does not claim to send signs")
-    if "compared" not in record:
-        why = (
-            "what arrives is a mean, or a vote"
-            if method.claims.aggregate != "other"
-            else "what a worker sent is not seen without a residual"
-        )
-        judged.skip(APPLIED.of(word).name, PLACE, why)
+        skip("it contracts in expectation, or by no constant", RESIDUAL)
+    if not claims.signs:
+        skip("it does not claim to send signs", SIGN)
+    if claims.aggregate != "other":
+        skip("what arrives is a mean, or a vote", APPLIED)
+    elif "compared" not in record:
+        skip("what a worker sent is not seen without a residual", APPLIED)
 
 
 def _unseen(method: Compressor) -> str:
@@ -504,13 +462,13 @@ def _unseen(method: Compressor) -> str:
     return "it sends its residual, too"
 
 
-def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+def _normal_loss(method: Compressor, seeds: Sequence[int], verdicts: MethodVerdicts) -> None:
     declared = method.claims.gaussian_error
     if declared is None or isinstance(method, MultiRoundCompressor):
-        judged.skip(NORMAL_LOSS.of(word).name, PLACE, "it declares no closed form")
+        verdicts.skip("it declares no closed form", NORMAL_LOSS)
         return
     if not declared:
-        judged.skip(NORMAL_LOSS.of(word).name, PLACE, "it loses nothing")
+        verdicts.skip("it loses nothing", NORMAL_LOSS)
         return
     segments = Segments.of(SHAPES[:1], method.granularity)
     losses = []
@@ -523,20 +481,17 @@ def _normal_loss(word: str, method: Compressor, seeds: Sequence[int], judged: Ju
             )
             losses.append(away / energy(x) / declared)
     seen = interval(losses, "draws", STRICT)
-    half = seen.high - seen.mean
-    size = abs(seen.mean - 1)
     # The closed form is for long segments; these may differ from it by `NORMAL`.
-    measured = Interval(size, max(0.0, size - half - NORMAL), size + half, seen.n, "draws")
-    judged.add(NORMAL_LOSS.of(word), PLACE, measured, 4 * NORMAL, ran=word, setting="normal, M=1")
+    measured = magnitude(seen.mean - 1, seen.high - seen.mean, seen.n, "draws", NORMAL)
+    verdicts.add(NORMAL_LOSS, measured, 4 * NORMAL, setting="normal, M=1")
 
 
 # ---- votes ---------------------------------------------------------------------------------------
 
 
-def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) -> None:
+def _votes(method: Compressor, seeds: Sequence[int], verdicts: MethodVerdicts) -> None:
     if not method.claims.signs:
-        for claim in (VOTE, VOTE_BOUND):
-            judged.skip(claim.of(word).name, PLACE, "it does not claim to send signs")
+        verdicts.skip("it does not claim to send signs", VOTE, VOTE_BOUND)
         return
     tie = tied(method)
     for workers in VOTERS:
@@ -547,12 +502,10 @@ def _votes(word: str, method: Compressor, seeds: Sequence[int], judged: Judged) 
             for strength, rate in zip(STRENGTHS, rates, strict=True):
                 p = failing(strength, workers, turn * tie)
                 half = bernstein(n * p * (1 - p), 1.0, ERROR / (2 * len(STRENGTHS))) / n
-                size = abs(rate - p)
-                seen.append(Interval(size, max(0.0, size - half), size + half, n, "elements"))
-        worst = max(seen, key=_excess)
-        judged.add(VOTE.of(word), PLACE, worst, WRONG, setting=f"M={workers}", ran=word)
+                seen.append(magnitude(rate - p, half, n, "elements", 0.0))
+        verdicts.add(VOTE, max(seen, key=_excess), WRONG, setting=f"M={workers}")
         if workers % 2:  # the lemmas leave ties aside
-            _vote_bound(word, method, workers, seeds, judged)
+            _vote_bound(method, workers, seeds, verdicts)
 
 
 def tied(method: Compressor) -> float:
@@ -563,7 +516,7 @@ def tied(method: Compressor) -> float:
 
 
 def _vote_bound(
-    word: str, method: Compressor, workers: int, seeds: Sequence[int], judged: Judged
+    method: Compressor, workers: int, seeds: Sequence[int], verdicts: MethodVerdicts
 ) -> None:
     """Judge the lemmas: one worker with uniform noise, which attains Gauss' bound, else normal."""
     uniform = workers == 1
@@ -571,19 +524,15 @@ def _vote_bound(
     n = VOTES * len(seeds)
     sides = [failures(method, workers, seeds, uniform=uniform, turn=turn) for turn in (1, -1)]
     for strength, *pair in zip(STRENGTHS, *sides, strict=True):
-        rate = sum(pair) / 2
         limit = 1 / (math.sqrt(workers) * strength)
         if uniform:
             limit = 0.5 - strength / (2 * math.sqrt(3)) if strength in GAUSS else 0.5
         if limit >= 0.5:
             continue  # a coin flip would satisfy such a limit
         half = bernstein(n * limit * (1 - limit), 1.0, ERROR / len(STRENGTHS)) / n / limit
-        ratio = rate / limit
-        ratios.append(Interval(ratio, max(0.0, ratio - half), ratio + half, n, "elements"))
-    noise = "uniform" if uniform else "normal"
-    worst = max(ratios, key=lambda one: one.mean)
-    label = f"M={workers}, {noise} noise"
-    judged.add(VOTE_BOUND.of(word), PLACE, worst, 1.0, setting=label, ran=word)
+        ratios.append(magnitude(sum(pair) / 2 / limit, half, n, "elements", 0.0))
+    label = f"M={workers}, {'uniform' if uniform else 'normal'} noise"
+    verdicts.add(VOTE_BOUND, max(ratios, key=lambda one: one.mean), 1.0, setting=label)
 
 
 def failing(strength: float, workers: int, tie: float = 0.0) -> float:
@@ -607,14 +556,11 @@ def failures(
     `turn`: the true sign, +1 or -1, of all elements.
     """
     wrong = torch.zeros(len(STRENGTHS), dtype=torch.float64)
-    world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     size = (len(STRENGTHS), VOTES // 2)
-    segments = Segments.of([size], method.granularity)
+    lane = lane_of(method, Segments.of([size], method.granularity))
+    mean = turn * torch.tensor(STRENGTHS)[:, None]
     for seed in seeds:
         generator = torch.Generator().manual_seed(2 * seed + (turn > 0))
-        lane = lane_of(method, segments)
-        ran = single(seed, world.device, lane, world)
-        mean = turn * torch.tensor(STRENGTHS)[:, None]
         buckets = []
         for _ in range(workers):
             if uniform:
@@ -622,6 +568,6 @@ def failures(
             else:
                 noise = torch.randn(size, generator=generator)
             buckets.append((mean + noise).float().view(-1))
-        decoded = ran.mean(buckets, 0).view(size)
+        decoded = simulated(lane, workers, seed).mean(buckets, 0).view(size)
         wrong += (decoded.sign() != turn).double().mean(1)
     return [*(wrong / len(seeds)).tolist()]

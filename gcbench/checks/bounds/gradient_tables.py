@@ -6,25 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 
 from gcbench.checks.bounds.observe import Record
-from gcbench.report.analysis import Row, Shown, Table
+from gcbench.report.analysis import Row, Table, shown
 from gcbench.stats.confidence import Interval, mean, ratio
 
 
-def each(records: Sequence[Record], group: str) -> list[list[Record]]:
-    """Return the "observations" or "snapshots" (`group`) of the records, one list a seed."""
-    return [record[group] for record in records]
-
-
-def tables(
-    records: Sequence[Record], names: Sequence[str], sizes: Sequence[int], seeds: Sequence[int]
-) -> Iterator[Table]:
-    """Yield the tables; `names` and `sizes` are those of the tensors in the bucket."""
-    observations, snapshots = each(records, "observations"), each(records, "snapshots")
-    flat = [one for run in observations for one in run]
-    if flat and "whole" in flat[0]:
+def tables(records: Sequence[Record], seeds: Sequence[int]) -> Iterator[Table]:
+    """Yield the tables; `records`: those of `Watch.record`, one per seed."""
+    observations = [record["observations"] for record in records]
+    snapshots = [record["snapshots"] for record in records]
+    if any(observations):
         yield _bounds(observations)
-        yield _layers(observations, names, sizes)
-    if any("batches" in one for run in snapshots for one in run):
+        sizes = [math.prod(shape) for shape in records[0]["shapes"]]
+        yield _layers(observations, records[0]["names"], sizes)
+    if any(snapshots):
         yield _geometry(snapshots, seeds)
 
 
@@ -51,14 +45,16 @@ def _bounds(observations: Sequence[Sequence[Record]]) -> Table:
     return Table(
         name="gradient_bound",
         title="TernGrad's gradient bound over SGD's: E||g||_inf ||g||_1 / E||g||^2",
-        shown=[
-            Shown(field="scalers", heading="scalers"),
-            Shown(field="r", heading="ratio"),
-            Shown(field="r_low", heading="low"),
-            Shown(field="r_high", heading="high"),
-            Shown(field="n", heading="n"),
-            Shown(field="over", heading="of"),
-        ],
+        shown=shown(
+            {
+                "scalers": "scalers",
+                "r": "ratio",
+                "r_low": "low",
+                "r_high": "high",
+                "n": "n",
+                "over": "of",
+            }
+        ),
         rows=rows,
     )
 
@@ -84,48 +80,47 @@ def _layers(
     return Table(
         name="clipping",
         title="Clipping at 2.5 sigma by tensor: shortening, turning, ||g||_inf ||g||_1 / ||g||^2",
-        shown=[
-            Shown(field="tensor", heading="tensor"),
-            Shown(field="elements", heading="elements"),
-            Shown(field="length", heading="shorter\n%", scale=100),
-            Shown(field="length_low", heading="low", scale=100),
-            Shown(field="length_high", heading="high", scale=100),
-            Shown(field="angle", heading="turned\ndegrees"),
-            Shown(field="angle_low", heading="low"),
-            Shown(field="angle_high", heading="high"),
-            Shown(field="ratio", heading="R"),
-            Shown(field="ratio_clipped", heading="R\nclipped"),
-            Shown(field="n", heading="n"),
-        ],
+        shown=shown(
+            {
+                "tensor": "tensor",
+                "elements": "elements",
+                "length": ("shorter\n%", 100),
+                "length_low": ("low", 100),
+                "length_high": ("high", 100),
+                "angle": "turned\ndegrees",
+                "angle_low": "low",
+                "angle_high": "high",
+                "ratio": "R",
+                "ratio_clipped": "R\nclipped",
+                "n": "n",
+            }
+        ),
         rows=rows,
     )
 
 
 def _geometry(snapshots: Sequence[Sequence[Record]], seeds: Sequence[int]) -> Table:
-    fields = (
-        *("gradient_l1", "gradient_l2", "sigma_l1", "sigma_l2"),
-        *("density_gradient", "density_noise", "noise_share", "batches"),
-    )
+    columns: dict[str, str | tuple[str, float]] = {
+        "seed": "seed",
+        "step": "step",
+        "gradient_l1": "||g||_1",
+        "gradient_l2": "||g||_2",
+        "sigma_l1": "||sigma||_1",
+        "sigma_l2": "||sigma||_2",
+        "density_gradient": "phi(g)",
+        "density_noise": "phi(sigma)",
+        "noise_share": ("noise in\n||g||^2, %", 100),
+        "batches": "batches",
+    }
     rows: list[Row] = [
-        {"seed": seed, "step": one["step"], **{field: one[field] for field in fields}}
+        {field: seed if field == "seed" else one[field] for field in columns}
         for seed, run in zip(seeds, snapshots, strict=True)
         for one in run
     ]
     return Table(
         name="geometry",
         title="Geometry of gradient and noise: phi(v) = ||v||_1^2 / (d ||v||_2^2)",
-        shown=[
-            Shown(field="seed", heading="seed"),
-            Shown(field="step", heading="step"),
-            Shown(field="gradient_l1", heading="||g||_1"),
-            Shown(field="gradient_l2", heading="||g||_2"),
-            Shown(field="sigma_l1", heading="||sigma||_1"),
-            Shown(field="sigma_l2", heading="||sigma||_2"),
-            Shown(field="density_gradient", heading="phi(g)"),
-            Shown(field="density_noise", heading="phi(sigma)"),
-            Shown(field="noise_share", heading="noise in\n||g||^2, %", scale=100),
-            Shown(field="batches", heading="batches"),
-        ],
+        shown=shown(columns),
         which=2,
         rows=rows,
     )

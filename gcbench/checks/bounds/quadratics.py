@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from gcbench.checks import calls
-from gcbench.checks.bounds.alone import lane_of, single
+from gcbench.checks.bounds.audit import lane_of
+from gcbench.checks.exchanges import simulated
 from gcbench.checks.oracle import energy
-from gcbench.core import codec, memory
+from gcbench.core import memory
 from gcbench.core.compressor import Compressor, Context, Key, Segments
-from gcbench.core.world import Link, SimulatedWorld
 
 ELEMENTS = 1024
 """Number of elements of all copies together, if that makes at least `LEAST` copies."""
@@ -79,7 +79,7 @@ class Quadratic:
         """Start at w_i = +-start.
 
         `noise`: standard deviation of a worker's gradient in each coordinate, drawn by `draw`;
-        `kept`: the memory; `huber`: linear beyond |w_i| = 1; `elements`: see `ELEMENTS`.
+        `carried`: the memory; `huber`: linear beyond |w_i| = 1; `elements`: see `ELEMENTS`.
         """
         self.generator = torch.Generator().manual_seed(seed)
         self.d = math.prod(shape)
@@ -91,15 +91,9 @@ class Quadratic:
         self.method, self.noise, self.draw, self.huber = method, noise, draw, huber
         self.workers, self.seed = workers, seed
         self.law = torch.Generator().manual_seed(seed + 1_000_003)  # for `declared_step`
-        world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
         self.segments = Segments.of([shape] * self.copies, method.granularity)
-        self.exchange = single(seed, world.device, lane_of(method, self.segments, carried), world)
+        self.exchange = simulated(lane_of(method, self.segments, carried), workers, seed)
         self.t = 0
-
-    @property
-    def gap(self) -> float:
-        """The present f(w) - f*, mean over copies; at the start all copies have the same."""
-        return float((self.curvature * self.w.square()).sum(1).mean()) / 2
 
     def gradient(self) -> Tensor:
         """Return the exact gradients, float64, shape (copies, d)."""
@@ -130,10 +124,7 @@ class Quadratic:
         method, segments, key = self.method, self.segments, Key(self.seed, self.t, 0)
         if method.draw_shared(Context(segments, key=key)) is not None:
             buckets = [torch.stack(list(buckets)).mean(0)]
-            shared = calls.agree(method, [buckets[0]], segments, key)
-        else:
-            statistics = [codec.prepare(method, x, Context(segments)).statistic for x in buckets]
-            shared = torch.stack(statistics).amax(0) if statistics[0].numel() else statistics[0]
+        shared = calls.agree(method, buckets, segments, key)
         total = torch.zeros(self.copies * self.d, dtype=torch.float64)
         for x in buckets:
             variance = method.claims.variance(x, Context(segments, shared))
@@ -176,9 +167,12 @@ def segments_of(method: Compressor, shape: Shape) -> Segments:
 
 def declares_variance(method: Compressor) -> bool:
     """Return whether an unbiased method declares its variance."""
-    x, segments = torch.ones(4), segments_of(method, (1, 2))
-    shared = calls.agree(method, [x], segments, Key(0, 0, 0))
-    return method.claims.variance(x, Context(segments, shared)) is not None
+    return _variance(method, torch.ones(4), segments_of(method, (1, 2)), 0) is not None
+
+
+def _variance(method: Compressor, x: Tensor, segments: Segments, seed: int) -> Tensor | None:
+    shared = calls.agree(method, [x], segments, Key(seed, 0, 0))
+    return method.claims.variance(x, Context(segments, shared))
 
 
 def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
@@ -187,22 +181,28 @@ def tight_delta(method: Compressor) -> tuple[Shape, float] | None:
     Bounds are tight for large delta; but above .9 hardly anything is lost. If all deltas are above
     .9, the shape is 8 x 8, or the largest with a delta. None if no delta is declared.
     """
-    declared = [(shape, method.claims.delta(segments_of(method, shape))) for shape in SHAPES]
-    constants = [(shape, delta) for shape, delta in declared if delta is not None]
-    proper = [(shape, delta) for shape, delta in constants if delta < 0.9]
+    declared = _by_shape(method, method.claims.delta)
+    proper = [pair for pair in declared if pair[1] < 0.9]
     if proper:
         return max(proper, key=lambda pair: pair[1])
-    return constants[min(2, len(constants) - 1)] if constants else None
+    return declared[min(2, len(declared) - 1)] if declared else None
 
 
 def tight_omega(method: Compressor) -> tuple[Shape, float] | None:
     """Return the shape with the least declared omega above 0, and that omega; None without any."""
-    declared = [(shape, method.claims.omega(segments_of(method, shape))) for shape in SHAPES]
-    constants = [(shape, omega) for shape, omega in declared if omega is not None]
-    proper = [(shape, omega) for shape, omega in constants if omega > 0]
+    declared = _by_shape(method, method.claims.omega)
+    proper = [pair for pair in declared if pair[1] > 0]
     if proper:
         return min(proper, key=lambda pair: pair[1])
-    return constants[-1] if constants else None
+    return declared[-1] if declared else None
+
+
+def _by_shape(
+    method: Compressor, constant: Callable[[Segments], float | None]
+) -> list[tuple[Shape, float]]:
+    """Return the shapes for which a constant is declared, and its values."""
+    values = ((shape, constant(segments_of(method, shape))) for shape in SHAPES)
+    return [(shape, value) for shape, value in values if value is not None]
 
 
 # ---- signSGD -------------------------------------------------------------------------------------
@@ -255,8 +255,7 @@ def sign_descent(method: Compressor, signs: Signs, seed: int) -> list[float]:
     for _ in range(signs.k):
         norms += problem.gradient().abs().sum(1)
         problem.step(problem.observed(), lr)
-    values: list[float] = (norms / signs.k).tolist()
-    return values
+    return [*(norms / signs.k).tolist()]
 
 
 FLOOR_START, FLOOR_STEP, FLOOR_NOISE, FLOOR_STEPS = 0.5, 0.02, 1.0, 250
@@ -280,8 +279,7 @@ def sign_floor(method: Compressor, workers: int, seed: int) -> list[float]:
     for _ in range(FLOOR_STEPS):
         problem.step(problem.observed(), FLOOR_STEP)
         total += problem.w.abs().mean(1)
-    values: list[float] = (total / FLOOR_STEPS).tolist()
-    return values
+    return [*(total / FLOOR_STEPS).tolist()]
 
 
 def sign_chain(workers: int) -> float:
@@ -313,11 +311,8 @@ def sign_chain(workers: int) -> float:
 
 def _omega(problem: Quadratic) -> float:
     """Return the declared variance over the squared norm, for a gradient that is only noise."""
-    method, x = problem.method, problem.observed()[0]
-    key = Key(problem.seed, 0, 0)
-    variance = method.claims.variance(
-        x, Context(problem.segments, calls.agree(method, [x], problem.segments, key))
-    )
+    x = problem.observed()[0]
+    variance = _variance(problem.method, x, problem.segments, problem.seed)
     assert variance is not None, "asked for where a variance is declared"
     return float(variance.sum()) / energy(x)
 
@@ -410,21 +405,13 @@ def rate(method: Compressor, shape: Shape, omega: float, seed: int) -> list[list
 # ---- error feedback ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Step size and number of steps of a descent."""
-
-    lr: float
-    steps: int
-
-
 FEEDBACK_CONDITION, FEEDBACK_NOISE = 1.5, 0.3
 
 
-def feedback_plan(delta: float) -> Plan:
-    """Return a step so small that the bound's term from error feedback does not dominate."""
+def feedback_plan(delta: float) -> tuple[float, int]:
+    """Return step size and number of steps; error feedback must not dominate the bound."""
     lr = min(0.08, 0.08 * delta / math.sqrt(max(1e-6, 1 - delta)))
-    return Plan(lr, math.ceil(4 / lr))
+    return lr, math.ceil(4 / lr)
 
 
 def feedback_bounds(shape: Shape, delta: float) -> tuple[float, float]:
@@ -434,14 +421,13 @@ def feedback_bounds(shape: Shape, delta: float) -> tuple[float, float]:
     function everywhere. Their 4 (1 - delta) / delta^2 is replaced by the sum of the geometric
     series that it bounds, (1 - delta) / (1 - sqrt(1 - delta))^2 (by Minkowski's inequality).
     """
-    d, plan = math.prod(shape), feedback_plan(delta)
+    d, (lr, steps) = math.prod(shape), feedback_plan(delta)
     curvature = [FEEDBACK_CONDITION ** (-i / (d - 1)) for i in range(d)]
     second = sum(c**2 for c in curvature) + d * FEEDBACK_NOISE**2
     root = math.sqrt(max(0.0, 1 - delta))
     series = (root / (1 - root)) ** 2
-    lr = plan.lr
     gap = sum(curvature) / 2
-    descent = 2 * gap / (lr * plan.steps) + lr * second + lr**2 * second * series
+    descent = 2 * gap / (lr * steps) + lr * second + lr**2 * second * series
     return descent, lr**2 * second * series
 
 
@@ -452,7 +438,7 @@ def feedback(
 
     That step is the one where the mean over copies is largest.
     """
-    plan = feedback_plan(delta)
+    lr, steps = feedback_plan(delta)
     problem = Quadratic(
         method,
         shape,
@@ -464,15 +450,15 @@ def feedback(
     )
     most = torch.zeros(problem.copies, dtype=torch.float64)
     squares = torch.zeros_like(most)
-    for _ in range(plan.steps):
+    for _ in range(steps):
         squares += problem.gradient().square().sum(1)
-        problem.step(problem.observed(), plan.lr)
+        problem.step(problem.observed(), lr)
         left = problem.residual().square().sum(1)
         if problem.lost or not left.isfinite().all():
             return [math.nan] * problem.copies, [math.nan] * problem.copies
         if left.mean() > most.mean():
             most = left
-    return (squares / plan.steps).tolist(), (plan.lr**2 * most).tolist()
+    return (squares / steps).tolist(), (lr**2 * most).tolist()
 
 
 # ---- contraction without feedback ----------------------------------------------------------------
@@ -583,5 +569,4 @@ def biased(
         problem.step(problem.observed(), eta)
         if problem.lost:
             return [math.nan] * problem.copies
-    values: list[float] = (squares / sum(weights)).tolist()
-    return values
+    return [*(squares / sum(weights)).tolist()]

@@ -7,13 +7,14 @@ the trajectory of a training with the method itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from gcbench.checks.bounds.alone import once
-from gcbench.checks.bounds.audit import Audited, Record
+from gcbench.checks.bounds.audit import Audited, Record, once
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError, Interrupted, PayloadError
 from gcbench.core.world import Link, SimulatedWorld
@@ -30,12 +31,36 @@ def config_of(base: Config, word: str, method: Compressor, steps: int) -> Config
         UsageError: see `Config.make`.
     """
     name, options = grid.method(word)
-    settings = {
-        field: getattr(base, field) for field in ("task", "task_options", "workers", "seed")
-    }
-    settings |= {"batch": base.batch, "compressor": name, "options": options}
-    settings["collective"] = once(method)
-    return Config.make({**settings, "memory": "auto", "steps": steps, "lr": base.lr})
+    fields = ("task", "task_options", "workers", "seed", "batch", "lr")
+    return Config.make(
+        {
+            **{field: getattr(base, field) for field in fields},
+            "compressor": name,
+            "options": options,
+            "collective": once(method),
+            "memory": "auto",
+            "steps": steps,
+        }
+    )
+
+
+@contextmanager
+def trainer_of(
+    config: Config,
+    folder: Path,
+    data_dir: Path | None,
+    on_bucket: Callable[[int, int, Tensor], None] | None = None,
+) -> Iterator[Trainer]:
+    """Make a trainer of simulated workers; it needs a folder, but nothing is saved there."""
+    threads = configuration.threads_per_worker(config)
+    parallel = min(config.workers, max(1, configuration.cores() // threads))
+    link = Link(config.link_gbit, config.link_latency_us)
+    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
+    try:
+        options = Options(data_dir=data_dir, on_bucket=on_bucket)
+        yield Trainer(config, world, Run(folder), options)
+    finally:
+        world.close()
 
 
 def train(
@@ -49,20 +74,14 @@ def train(
 ) -> Record:
     """Return the audit's record of `steps` steps of compressed training.
 
-    `told` is called with each step. A gradient that is not finite ends the training; the record has
-    the step as `stopped`. So does an exception in the method, or a payload that it refuses; the
+    `report` is called with each step. A gradient that is not finite ends the training; the record
+    has the step as `stopped`. So does an exception in the method, or a payload that it refuses; the
     record has the error's text as `refused`.
     """
     config = config_of(base, word, method, steps)
-    threads = configuration.threads_per_worker(config)
-    parallel = min(config.workers, max(1, configuration.cores() // threads))
-    link = Link(config.link_gbit, config.link_latency_us)
-    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
     ended: Record = {}
-    try:
-        # The trainer needs a folder, but nothing is saved.
-        trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
-        audited = Audited(world, trainer.exchange.lanes[0], config.seed, trainer.clock)
+    with trainer_of(config, folder, data_dir) as trainer:
+        audited = Audited(trainer.world, trainer.exchange.lanes[0], config.seed, trainer.clock)
         trainer.exchange = audited
         for step in range(steps):
             report(step)
@@ -79,6 +98,4 @@ def train(
             except Exception as error:  # from the method
                 ended = {"refused": f"{type(error).__name__}: {error}"}
                 break
-    finally:
-        world.close()
     return {**audited.audit.record(), **ended}
