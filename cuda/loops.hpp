@@ -78,7 +78,7 @@ void parallel(int64_t tiles, int threads, F f) {
   end_stream();
 }
 
-// Keep the least of the error numbers that threads report; 0 is no error.
+// Keep the least of the error numbers that threads report; 0 means success.
 inline void report(int64_t& error, int64_t number) {
   if (!number) return;
 #pragma omp critical
