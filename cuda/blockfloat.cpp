@@ -2,15 +2,11 @@
 //
 // Encoding expands each block's scale for one tile and divides by it; decoding multiplies. Bytes per element: encoding
 // reads 4, or 8 where a scale needs the whole tensor first, and writes 1 or 1/2; decoding reads that and writes 4.
-#include <memory>
-
 #include "blocks.hpp"
 #include "called.hpp"
 #include "smallfloat.hpp"
 
 using namespace gc;
-
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
 
 namespace {
 
@@ -217,7 +213,7 @@ void encode(const float* x, int64_t n, const Key* key, uint8_t* out, int threads
 template <class E, class Scales>
 int64_t decode(const uint8_t* in, int64_t n, float* out, int threads, const Scales& make) {
   const bool stream = n >= STREAM_FROM;
-  int bad = 0;
+  int64_t bad = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     auto scales = make(first);
     GC_ALIGNED float values[TILE], row[TILE] = {};
@@ -248,11 +244,7 @@ int64_t decode(const uint8_t* in, int64_t n, float* out, int threads, const Scal
       }
       write_tile(out + t * TILE, values, count, stream);
     }
-    if (stream) end_stream();
-    if (most > (int32_t)E::TOP || coded) {
-#pragma omp critical
-      bad = most > (int32_t)E::TOP ? 2 : bad ? bad : 3;
-    }
+    report(bad, most > (int32_t)E::TOP ? 2 : coded ? 3 : 0);
   });
   return bad;
 }
@@ -262,12 +254,11 @@ int64_t mx_encode(const float* x, int64_t n, const Segments& segments, const Key
                   int threads) {
   std::unique_ptr<float[]> tops;
   if (!all_short(segments)) {
-    tops.reset(new (std::nothrow) float[segments.count]);
-    if (!tops) return NO_MEMORY;
-    gc_segment_absmax(x, segments.offsets, segments.count, tops.get(), threads);
+    tops.reset(new float[segments.count]);
+    gc_segment_absmax(x, segments, tops.get(), threads);
   }
   for (int64_t s = 0; s < segments.count; ++s) {
-    if (segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
+    if (!segments.length(s)) scales[s] = 0;
   }
   encode<E>(x, n, key, words, threads,
             [&](int64_t first) { return PowerScales<E>(x, segments, tops.get(), scales, first); });
@@ -328,32 +319,27 @@ struct SharedRow {
 }  // namespace
 
 // Codes of x over powers of two, of 8 or 4 `bits`, and the exponents of these, one for each segment.
-GC_API int64_t gc_mx_encode(const float* x, int64_t n, const int64_t* table, int64_t m, int bits, int stochastic,
-                            uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, void* words, uint8_t* scales,
-                            int threads) {
-  const Key key{seed, offset, step, who, 1}, *draws = stochastic ? &key : nullptr;
-  return (bits == 8 ? mx_encode<E4M3> : mx_encode<E2M1>)(x, n, Segments(table, m), draws, (uint8_t*)words, scales,
-                                                         threads);
+int64_t gc_mx_encode(const float* x, int64_t n, const Segments& segments, int bits, int stochastic, const Key& key,
+                     void* words, uint8_t* scales, int threads) {
+  const auto encode = bits == 8 ? mx_encode<E4M3> : mx_encode<E2M1>;
+  return encode(x, n, segments, stochastic ? &key : nullptr, (uint8_t*)words, scales, threads);
 }
 GC_CALLED(gc_mx_encode)
 
 // Codes times their scales. Returns 1 if a scale is invalid, 2 if a code is NaN, 3 if there are codes other than zero
 // in a block whose scale is 0.
-GC_API int64_t gc_mx_decode(const void* words, const uint8_t* scales, int64_t n, const int64_t* table, int64_t m,
-                            int bits, float* out, int threads) {
-  return (bits == 8 ? mx_decode<E4M3> : mx_decode<E2M1>)((const uint8_t*)words, scales, n, Segments(table, m), out,
-                                                         threads);
+int64_t gc_mx_decode(const void* words, const uint8_t* scales, int64_t n, const Segments& segments, int bits,
+                     float* out, int threads) {
+  const auto decode = bits == 8 ? mx_decode<E4M3> : mx_decode<E2M1>;
+  return decode((const uint8_t*)words, scales, n, segments, out, threads);
 }
 GC_CALLED(gc_mx_decode)
 
 // Codes of x over block scales, the e4m3 codes of these, and each segment's largest magnitude.
-GC_API int64_t gc_nv_encode(const float* x, int64_t n, const int64_t* table, int64_t m, int stochastic, uint64_t seed,
-                            uint64_t offset, uint32_t step, uint32_t who, uint32_t* words, uint8_t* scales,
-                            float* tops, int threads) {
-  const Key key{seed, offset, step, who, 1};
-  const Segments segments(table, m);
-  gc_segment_absmax(x, table, m, tops, threads);
-  for (int64_t s = 0; s < m; ++s) tops[s] = sent(tops[s]) ? tops[s] : 0;
+int64_t gc_nv_encode(const float* x, int64_t n, const Segments& segments, int stochastic, const Key& key,
+                     uint32_t* words, uint8_t* scales, float* tops, int threads) {
+  gc_segment_absmax(x, segments, tops, threads);
+  for (int64_t s = 0; s < segments.count; ++s) tops[s] = sent(tops[s]) ? tops[s] : 0;
   encode<E2M1>(x, n, stochastic ? &key : nullptr, (uint8_t*)words, threads,
                [&](int64_t first) { return SharedScales(x, segments, tops, scales, first); });
   return 0;
@@ -361,12 +347,11 @@ GC_API int64_t gc_nv_encode(const float* x, int64_t n, const int64_t* table, int
 GC_CALLED(gc_nv_encode)
 
 // Codes times their scales. Returns as gc_mx_decode.
-GC_API int64_t gc_nv_decode(const uint32_t* words, const uint8_t* scales, const float* tops, int64_t n,
-                            const int64_t* table, int64_t m, float* out, int threads) {
-  const Segments segments(table, m);
-  if (!good_scales(tops, m)) return 1;
-  for (int64_t s = 0, b = 0; s < m; ++s) {
-    const int64_t stop = b + blocks_of(segments.offsets[s + 1] - segments.offsets[s]);
+int64_t gc_nv_decode(const uint32_t* words, const uint8_t* scales, const float* tops, int64_t n,
+                     const Segments& segments, float* out, int threads) {
+  if (!good_scales(tops, segments.count)) return 1;
+  for (int64_t s = 0, b = 0; s < segments.count; ++s) {
+    const int64_t stop = b + blocks_of(segments.length(s));
     for (; b < stop; ++b) {
       if (scales[b] > E4M3::TOP || (scales[b] > 0) != (tops[s] > 0)) return 1;
     }

@@ -1,11 +1,11 @@
-// Shared by codecs of blocks with one scale each: the largest magnitude of a block, the loop that encodes blocks by it,
-// and the check of scales.
+// Shared by codecs of blocks with one scale each: the largest magnitude of a block, the loops that encode and decode
+// blocks by it, and the check of scales.
 #pragma once
 #include <utility>
 
 #include "loops.hpp"
 
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
+int64_t gc_segment_absmax(const float* x, const gc::Segments& segments, float* absmax, int threads);
 
 namespace gc {
 
@@ -55,14 +55,7 @@ inline float largest(const float* x, int64_t n) {
 }
 
 // Whether the cache keeps every block between its two passes.
-inline bool all_short(const Segments& segments) {
-  int64_t longest = 0;
-  for (int64_t s = 0; s < segments.count; ++s) {
-    const int64_t length = segments.offsets[s + 1] - segments.offsets[s];
-    longest = length > longest ? length : longest;
-  }
-  return longest <= SHORT;
-}
+inline bool all_short(const Segments& segments) { return segments.longest() <= SHORT; }
 
 // Codes of x, (n,), and the scale of each block: its largest magnitude, or 0 if that is below TINY.
 // `encode_part(x, top, count, codes)` encodes a part of a block whose largest magnitude is `top`.
@@ -71,7 +64,7 @@ inline void encode_blocks(const float* x, int64_t n, const Segments& segments, C
                           F encode_part) {
   const int64_t m = segments.count;
   const bool twice = !all_short(segments);
-  if (twice) gc_segment_absmax(x, segments.offsets, m, scales, threads);
+  if (twice) gc_segment_absmax(x, segments, scales, threads);
   parallel(tiles_of(n), threads, [=, &segments](int64_t first, int64_t last) {
     int64_t at = segments.holding(first * TILE), known = -1;
     float top = 0;  // of block `known`
@@ -103,6 +96,42 @@ inline bool good_scales(const float* scales, int64_t m) {
     wrong |= !((scale == 0) | ((scale >= TINY) & (scale <= FLOAT_MAX)));
   }
   return !wrong;
+}
+
+// Values of codes times their block's scale. `size(code)` is above `most` where no encoder sends the code, and 0 where
+// the code stands for 0. Returns 1 if a scale is invalid, 2 if a code is, 3 if there are codes other than 0 in a block
+// whose scale is 0.
+template <class Code, class Size, class Value>
+inline int64_t decode_blocks(const Code* codes, const float* scales, int64_t n, const Segments& segments, float* out,
+                             int threads, int32_t most, Size size, Value value) {
+  if (!good_scales(scales, segments.count)) return 1;
+  const bool stream = n >= STREAM_FROM;
+  int64_t bad = 0;
+  parallel(tiles_of(n), threads, [=, &segments, &bad](int64_t first, int64_t last) {
+    GC_ALIGNED float values[TILE];
+    int32_t top = 0, coded = 0;
+    int64_t at = segments.holding(first * TILE);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t start = t * TILE;
+      const int count = (int)(n - start < TILE ? n - start : TILE);
+      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
+        const Code* part = codes + start;
+        const float scale = scales[s];
+        int32_t here = 0;
+#pragma omp simd reduction(max : here)
+        for (int i = begin; i < end; ++i) {
+          const int32_t own = size(part[i]);
+          here = own > here ? own : here;
+          values[i] = value(part[i]) * scale;
+        }
+        top = here > top ? here : top;
+        coded |= scale == 0 ? here : 0;
+      });
+      write_tile(out + start, values, count, stream);
+    }
+    report(bad, top > most ? 2 : coded ? 3 : 0);
+  });
+  return bad;
 }
 
 }  // namespace gc

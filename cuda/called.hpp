@@ -1,8 +1,9 @@
-// Functions that Python calls: GC_CALLED(name) after a C function lists it, with the types of its arguments, in the text that
-// `gc_functions` (library.cpp) gives to Python, which calls it by ctypes and converts by these types.
+// Functions that Python calls: GC_CALLED(name) after a function lists it, with its address and the types of its
+// arguments, in the text that `gc_functions` (library.cpp) gives to Python, which calls it by ctypes.
 //
-// A function takes numbers and pointers and returns an int64. A pointer is written as '*' and its element's letter, a
-// number as its letter: those of Python's array and struct modules; a pointer to pointers is "*P".
+// A function takes numbers, pointers and references to structures. It returns 0, or the int64 that its comment states;
+// Python raises MemoryError where it throws std::bad_alloc. A pointer is written as '*' and its element's letter, a
+// number as its letter: those of Python's array and struct modules; a pointer to pointers is "*P", a reference "*B".
 #pragma once
 #include <string>
 #include <type_traits>
@@ -15,7 +16,7 @@ template <class T>
 constexpr char letter() {
   using Plain = std::remove_cv_t<T>;
   if (std::is_pointer_v<Plain>) return 'P';
-  if (std::is_void_v<Plain>) return 'B';
+  if (std::is_void_v<Plain> || std::is_class_v<Plain>) return 'B';
   if (std::is_same_v<Plain, float>) return 'f';
   if (std::is_same_v<Plain, double>) return 'd';
   constexpr char known[2][9] = {"BH_I___Q", "bh_i___q"};
@@ -23,25 +24,41 @@ constexpr char letter() {
   return '?';
 }
 
-template <class... Types>
-std::string letters(int64_t (*)(Types...)) {
-  std::string all;
-  ((all += ' ', all += std::is_pointer_v<Types> ? "*" : "", all += letter<std::conditional_t<std::is_pointer_v<Types>,
-                                                                         std::remove_pointer_t<Types>, Types>>()),
-   ...);
-  return all;
-}
+constexpr int64_t NO_MEMORY = INT64_MIN;
 
-// The text of all functions: a line each, its name and its arguments.
+template <auto F>
+struct Called;
+
+template <class... Types, int64_t (*F)(Types...)>
+struct Called<F> {
+  static int64_t call(Types... arguments) try {
+    return F(arguments...);
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+
+  static std::string letters() {
+    std::string all;
+    ((all += ' ', all += std::is_pointer_v<Types> || std::is_reference_v<Types> ? "*" : "",
+      all += letter<std::remove_pointer_t<std::remove_reference_t<Types>>>()),
+     ...);
+    return all;
+  }
+};
+
+// The text of all functions: a line each, its name, its address and its arguments.
 inline std::string& functions() {
   static std::string all;
   return all;
 }
 
 struct Listed {
-  explicit Listed(const std::string& line) { functions() += line + "\n"; }
+  Listed(const std::string& name, int64_t address, const std::string& letters) {
+    functions() += name + ' ' + std::to_string(address) + letters + '\n';
+  }
 };
 
 }  // namespace gc
 
-#define GC_CALLED(name) static const gc::Listed name##_listed(#name + gc::letters(name));
+#define GC_CALLED(name) \
+  static const gc::Listed name##_listed(#name, (int64_t)&gc::Called<name>::call, gc::Called<name>::letters());

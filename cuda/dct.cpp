@@ -162,14 +162,8 @@ int64_t transform(const float* x, const int64_t* table, int64_t number, const fl
   const Chunks* all = (const Chunks*)table;
   int64_t units = 0;
   for (int64_t p = 0; p < number; ++p) units += all[p].units();
-  bool failed = false;
   parallel(units, threads, [&](int64_t first, int64_t last) {
-    std::unique_ptr<float[]> memory(new (std::nothrow) float[2 * LONGEST * LONGEST]());
-    if (!memory) {
-#pragma omp atomic write
-      failed = true;
-      return;
-    }
+    std::unique_ptr<float[]> memory(new float[2 * LONGEST * LONGEST]());
     int64_t before = 0;  // units of the tensors before
     for (const Chunks* t = all; t < all + number && before < last; before += t->units(), ++t) {
       const int64_t end = std::min(last - before, t->units());
@@ -189,20 +183,20 @@ int64_t transform(const float* x, const int64_t* table, int64_t number, const fl
       }
     }
   });
-  return failed ? NO_MEMORY : 0;
+  return 0;
 }
 
 }  // namespace
 
 // Coefficients of `number` tensors, chunk after chunk; and back. `table` has a row of `Chunks` for each.
-GC_API int64_t gc_dct_forward(const float* x, const int64_t* table, int64_t number, const float* matrices, float* out,
-                              int threads) {
+int64_t gc_dct_forward(const float* x, const int64_t* table, int64_t number, const float* matrices, float* out,
+                       int threads) {
   return transform<false>(x, table, number, matrices, out, threads);
 }
 GC_CALLED(gc_dct_forward)
 
-GC_API int64_t gc_dct_inverse(const float* x, const int64_t* table, int64_t number, const float* matrices, float* out,
-                              int threads) {
+int64_t gc_dct_inverse(const float* x, const int64_t* table, int64_t number, const float* matrices, float* out,
+                       int threads) {
   return transform<true>(x, table, number, matrices, out, threads);
 }
 GC_CALLED(gc_dct_inverse)

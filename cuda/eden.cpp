@@ -89,17 +89,15 @@ struct Room {
   static constexpr int64_t LINE = 16;
   std::unique_ptr<float[]> memory;
   std::unique_ptr<double[]> tiles;
-  float* z = nullptr;
-  uint32_t* codes = nullptr;
+  float* z;
+  uint32_t* codes;
 
-  explicit Room(int64_t longest) : tiles(new (std::nothrow) double[tiles_of(longest) + 1]) {
+  explicit Room(int64_t longest) : tiles(new double[tiles_of(longest) + 1]) {
     const int64_t apart = (longest + LINE - 1) / LINE * LINE + 5 * LINE;
-    memory.reset(new (std::nothrow) float[2 * apart + TILE + LINE]);
-    if (!memory) return;
+    memory.reset(new float[2 * apart + TILE + LINE]);
     z = memory.get() + (-(uintptr_t)memory.get() / sizeof(float)) % LINE;
     codes = (uint32_t*)(z + apart);  // of one segment, and what is left of the tile before it
   }
-  explicit operator bool() const { return memory && tiles; }
 };
 
 // Elements of a table of N.
@@ -188,35 +186,19 @@ void with_code(int bits, const float* positive, F f) {
   }
 }
 
-int64_t longest_of(const Segments& segments) {
-  int64_t longest = 0;
-  for (int64_t s = 0; s < segments.count; ++s) {
-    longest = std::max(longest, segments.offsets[s + 1] - segments.offsets[s]);
-  }
-  return longest;
-}
-
 }  // namespace
 
 // Packed codes of each rotated segment, and its scale. The address is that of the signs.
-GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const int32_t* address,
-                              int bits, const float* positive, int rotations, int least, uint32_t* words,
-                              float* scales, int threads) {
-  const Segments segments(table, m);
-  const int64_t longest = longest_of(segments);
+int64_t gc_eden_encode(const float* x, int64_t n, const Segments& segments, const int32_t* address, int bits,
+                       const float* positive, int rotations, int least, uint32_t* words, float* scales, int threads) {
+  const int64_t longest = segments.longest();
   const Key key = key_of(address);
   if (longest > GRAIN * TILE) threads = 1;  // each thread rotates all of the segments that its tiles meet
-  for (int64_t s = 0; s < m; ++s) {
-    if (segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
+  for (int64_t s = 0; s < segments.count; ++s) {
+    if (!segments.length(s)) scales[s] = 0;
   }
-  bool failed = false;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     Room room(longest);
-    if (!room) {
-#pragma omp atomic write
-      failed = true;
-      return;
-    }
     with_code(bits, positive, [&](const auto& code) {
       constexpr int B = std::decay_t<decltype(code)>::WIDE;
       int64_t s = segments.holding(first * TILE), base = segments.offsets[s], done = base;
@@ -247,32 +229,26 @@ GC_API int64_t gc_eden_encode(const float* x, int64_t n, const int64_t* table, i
       }
     });
   });
-  return failed ? NO_MEMORY : 0;
+  return 0;
 }
 GC_CALLED(gc_eden_encode)
 
 // The inverse rotation of centroids times scales. Returns 1 if a scale is invalid, 3 if the address is, 2 if there are
 // codes other than those of zeros in a segment whose scale is 0.
-GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const int32_t* address, int64_t n,
-                              const int64_t* table, int64_t m, int bits, const float* positive, int rotations,
-                              float* out, int threads) {
-  const Segments segments(table, m);
-  if (!good_scales(scales, m)) return 1;
+int64_t gc_eden_decode(const uint32_t* words, const float* scales, const int32_t* address, int64_t n,
+                       const Segments& segments, int bits, const float* positive, int rotations, float* out,
+                       int threads) {
+  if (!good_scales(scales, segments.count)) return 1;
   for (int k = 0; k < 4; ++k) {
     if (address[k] < 0 || address[k] >> WORD_BITS) return 3;
   }
-  const int64_t longest = longest_of(segments);
+  const int64_t longest = segments.longest();
   const Key key = key_of(address);
   const bool stream = n >= STREAM_FROM;
-  bool failed = false, coded = false;
+  int64_t bad = 0;
   for_segments(segments, threads, [&](int64_t from, int64_t to) {
     if (from == to) return;
     Room room(longest);
-    if (!room) {
-#pragma omp atomic write
-      failed = true;
-      return;
-    }
     with_code(bits, positive, [&](const auto code) {
       GC_ALIGNED uint32_t codes[TILE + WIDTH] = {};
       int64_t unpacked = -1;  // the tile whose codes these are
@@ -306,13 +282,9 @@ GC_API int64_t gc_eden_decode(const uint32_t* words, const float* scales, const 
           write_tile(out + start + i, room.z + i, (int)std::min<int64_t>(length - i, TILE), stream);
         }
       }
-      if (stream) end_stream();
-      if (any) {
-#pragma omp atomic write
-        coded = true;
-      }
+      report(bad, any ? 2 : 0);
     });
   });
-  return failed ? NO_MEMORY : coded ? 2 : 0;
+  return bad;
 }
 GC_CALLED(gc_eden_decode)

@@ -12,7 +12,6 @@ using namespace gc;
 namespace {
 
 constexpr float LARGEST = 448;
-constexpr uint32_t NOT_A_NUMBER = 0x7f;  // without its sign
 
 inline uint32_t fp8_code(float y) { return E4M3::nearest(E4M3::saturated(y)) | is_negative(y) << 7; }
 
@@ -36,50 +35,17 @@ inline void encode_part(const float* x, float top, int count, uint8_t* codes) {
 }  // namespace
 
 // Codes of x, (n,), and the scale of each block: its largest magnitude, or 0 if that is below TINY.
-GC_API int64_t gc_fp8_encode(const float* x, int64_t n, const int64_t* table, int64_t m, uint8_t* codes, float* scales,
-                             int threads) {
+int64_t gc_fp8_encode(const float* x, int64_t n, const Segments& segments, uint8_t* codes, float* scales, int threads) {
   const auto part = [](const float* x, float top, int count, uint8_t* out) { encode_part(x, top, count, out); };
-  encode_blocks(x, n, Segments(table, m), codes, scales, threads, part);
+  encode_blocks(x, n, segments, codes, scales, threads, part);
   return 0;
 }
 GC_CALLED(gc_fp8_encode)
 
-// (c / 448) a. Returns 1 if a scale is invalid, 2 if a code is NaN, 3 if there are codes other than
-// zero in a block whose scale is 0.
-GC_API int64_t gc_fp8_decode(const uint8_t* codes, const float* scales, int64_t n, const int64_t* table, int64_t m,
-                             float* out, int threads) {
-  const Segments segments(table, m);
-  if (!good_scales(scales, m)) return 1;
-  const bool stream = n >= STREAM_FROM;
-  int bad = 0;
-  parallel(tiles_of(n), threads, [=, &segments, &bad](int64_t first, int64_t last) {
-    GC_ALIGNED float values[TILE];
-    uint32_t most = 0, coded = 0;  // codes without their signs
-    int64_t at = segments.holding(first * TILE);
-    for (int64_t t = first; t < last; ++t) {
-      const int64_t start = t * TILE;
-      const int count = (int)(n - start < TILE ? n - start : TILE);
-      for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
-        const uint8_t* part = codes + start;
-        const float scale = scales[s];
-        uint32_t top = 0;
-#pragma omp simd reduction(max : top)
-        for (int i = begin; i < end; ++i) {
-          const uint32_t code = part[i], size = code & 0x7fu;
-          top = size > top ? size : top;
-          values[i] = fp8_share(code) * scale;
-        }
-        most = top > most ? top : most;
-        coded |= scale == 0 ? top : 0;
-      });
-      write_tile(out + start, values, count, stream);
-    }
-    if (stream) end_stream();
-    if (most >= NOT_A_NUMBER || coded) {
-#pragma omp critical
-      bad = most >= NOT_A_NUMBER ? 2 : bad ? bad : 3;
-    }
-  });
-  return bad;
+// (c / 448) a. Returns as decode_blocks.
+int64_t gc_fp8_decode(const uint8_t* codes, const float* scales, int64_t n, const Segments& segments, float* out,
+                      int threads) {
+  const auto size = [](uint32_t code) { return (int32_t)(code & 0x7fu); };
+  return decode_blocks(codes, scales, n, segments, out, threads, E4M3::TOP, size, fp8_share);
 }
 GC_CALLED(gc_fp8_decode)

@@ -26,8 +26,7 @@ inline uint32_t code_of(float quantized) { return bits_of(quantized) - bits_of(0
 }  // namespace
 
 // out = H x of each segment. `out` may be x.
-GC_API int64_t gc_hadamard(const float* x, const int64_t* table, int64_t m, float* out, int threads) {
-  const Segments segments(table, m);
+int64_t gc_hadamard(const float* x, const Segments& segments, float* out, int threads) {
   for_segments(segments, threads, [&](int64_t first, int64_t last) {
     for (int64_t s = first; s < last; ++s) {
       const int64_t start = segments.offsets[s];
@@ -39,25 +38,16 @@ GC_API int64_t gc_hadamard(const float* x, const int64_t* table, int64_t m, floa
 GC_CALLED(gc_hadamard)
 
 // Packed codes of y = H x of each segment, round(7 y / a) + 7, and a, the largest |y|, or 0 if it is below TINY.
-GC_API int64_t gc_hadamard_encode(const float* x, int64_t n, const int64_t* table, int64_t m, uint32_t* words,
-                                  float* scales, int threads) {
-  const Segments segments(table, m);
-  int64_t longest = 0;
-  for (int64_t s = 0; s < m; ++s) {
-    const int64_t length = segments.offsets[s + 1] - segments.offsets[s];
-    longest = std::max(longest, length);
-    if (!length) scales[s] = 0;
+int64_t gc_hadamard_encode(const float* x, int64_t n, const Segments& segments, uint32_t* words, float* scales,
+                           int threads) {
+  const int64_t longest = segments.longest();
+  for (int64_t s = 0; s < segments.count; ++s) {
+    if (!segments.length(s)) scales[s] = 0;
   }
   if (longest > GRAIN * TILE) threads = 1;  // each thread rotates all of the segments that its tiles meet
-  bool failed = false;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
-    std::unique_ptr<float[]> memory(new (std::nothrow) float[longest + TILE]);
+    std::unique_ptr<float[]> memory(new float[longest + TILE]);
     float* quantized = memory.get();  // the elements from `base` to `done`
-    if (!quantized) {
-#pragma omp atomic write
-      failed = true;
-      return;
-    }
     int64_t s = segments.holding(first * TILE), base = segments.offsets[s], done = base;
     for (int64_t start = first * TILE; start < last * TILE && start < n; start += TILE) {
       const int count = (int)(n - start < TILE ? n - start : TILE);
@@ -78,17 +68,16 @@ GC_API int64_t gc_hadamard_encode(const float* x, int64_t n, const int64_t* tabl
       pack_tile<BITS>([=](int i) { return code_of(tile[i]); }, count, words + start / TILE * BITS * LANES);
     }
   });
-  return failed ? NO_MEMORY : 0;
+  return 0;
 }
 GC_CALLED(gc_hadamard_encode)
 
 // H of (code - 7) / 7 times its segment's scale. Returns 1 if a scale is invalid, 2 if a code is, 3 if
 // there are codes other than 7 in a segment whose scale is 0.
-GC_API int64_t gc_hadamard_decode(const uint32_t* words, const float* scales, int64_t n, const int64_t* table,
-                                  int64_t m, float* out, int threads) {
-  const Segments segments(table, m);
-  if (!good_scales(scales, m)) return 1;
-  int bad = 0;
+int64_t gc_hadamard_decode(const uint32_t* words, const float* scales, int64_t n, const Segments& segments, float* out,
+                           int threads) {
+  if (!good_scales(scales, segments.count)) return 1;
+  int64_t bad = 0;
   for_segments(segments, threads, [&](int64_t from, int64_t to) {
     GC_ALIGNED uint32_t codes[TILE];
     int64_t unpacked = -1;  // the tile whose codes these are
@@ -118,10 +107,7 @@ GC_API int64_t gc_hadamard_decode(const uint32_t* words, const float* scales, in
       }
       rotate(Plain{out + start}, stop - start, out + start);
     }
-    if (most > 2 * TOP || coded) {
-#pragma omp critical
-      bad = most > 2 * TOP ? 2 : bad ? bad : 3;
-    }
+    report(bad, most > 2 * TOP ? 2 : coded ? 3 : 0);
   });
   return bad;
 }

@@ -143,7 +143,6 @@ void encode(const float* x, int64_t n, uint16_t* out, int threads) {
       stream ? whole(std::true_type()) : whole(std::false_type());
       for (int i = count - count % (2 * WIDTH); i < count; ++i) codes[i] = (uint16_t)half_code<BRAIN>(part[i]);
     }
-    if (stream) end_stream();
   });
 }
 
@@ -183,11 +182,11 @@ bool any_infinite(const Payloads& in, int64_t start, int count) {
 }
 
 template <bool BRAIN>
-bool mean(const Payloads& in, float divisor, int64_t n, float* out, int threads) {
+int64_t mean(const Payloads& in, float divisor, int64_t n, float* out, int threads) {
   constexpr int VECTORS = 4;
   const bool stream = streams(out, n), power = (bits_of(divisor) & 0x7fffffu) == 0;
   const float factor = power ? 1.0f / divisor : 1.0f;
-  bool bad = false;
+  int64_t bad = 0;
   parallel(tiles_of(n), threads, [=, &in, &bad](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t start = t * TILE;
@@ -218,13 +217,8 @@ bool mean(const Payloads& in, float divisor, int64_t n, float* out, int threads)
       }
       for (int l = 0; l < WIDTH; ++l) most = (uint32_t)top[l] > most ? (uint32_t)top[l] : most;
       // A sum is not finite if one of its terms is not, or where it is too large.
-      if (most >= INFINITE && any_infinite<BRAIN>(in, start, count)) {
-#pragma omp atomic write
-        bad = true;
-        return;
-      }
+      if (most >= INFINITE && any_infinite<BRAIN>(in, start, count)) return report(bad, 1);
     }
-    if (stream) end_stream();
   });
   return bad;
 }
@@ -232,7 +226,7 @@ bool mean(const Payloads& in, float divisor, int64_t n, float* out, int threads)
 }  // namespace
 
 // Codes of x, (n,): bfloat16 if `brain`, else float16.
-GC_API int64_t gc_half_encode(const float* x, int64_t n, int brain, uint16_t* out, int threads) {
+int64_t gc_half_encode(const float* x, int64_t n, int brain, uint16_t* out, int threads) {
   brain ? encode<true>(x, n, out, threads) : encode<false>(x, n, out, threads);
   return 0;
 }
@@ -240,8 +234,8 @@ GC_CALLED(gc_half_encode)
 
 // The sum of the decoded values of `number` payloads, each times its count, divided by `divisor`. Returns 1 if
 // a code is not finite.
-GC_API int64_t gc_half_mean(const uint16_t* const* codes, const float* counts, int number, float divisor, int64_t n,
-                            int brain, float* out, int threads) {
+int64_t gc_half_mean(const uint16_t* const* codes, const float* counts, int number, float divisor, int64_t n, int brain,
+                     float* out, int threads) {
   const Payloads in{codes, counts, number};
   return brain ? mean<true>(in, divisor, n, out, threads) : mean<false>(in, divisor, n, out, threads);
 }

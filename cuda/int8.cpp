@@ -118,17 +118,14 @@ inline void add_part(const Payloads& in, int64_t start, int64_t s, int begin, in
 }  // namespace
 
 // Codes of x, (n,), and the scale of each block; `stochastic` or nearest. The key is for the draws.
-GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, int64_t m, int stochastic,
-                              uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, uint32_t workers,
-                              int8_t* codes, float* scales, int threads) {
-  const Segments segments(table, m);
-  const Key key{seed, offset, step, who, workers};
+int64_t gc_int8_encode(const float* x, int64_t n, const Segments& segments, int stochastic, const Key& key,
+                       int8_t* codes, float* scales, int threads) {
   const bool fused = all_short(segments);
   if (!fused) {
-    gc_segment_absmax(x, table, m, scales, threads);
+    gc_segment_absmax(x, segments, scales, threads);
   } else {
-    for (int64_t s = 0; s < m; ++s) {
-      if (segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
+    for (int64_t s = 0; s < segments.count; ++s) {
+      if (!segments.length(s)) scales[s] = 0;
     }
   }
   parallel(tiles_of(n), threads, [=, &segments, &key](int64_t first, int64_t last) {
@@ -142,7 +139,7 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
       const float* part = x + start;
       const uint32_t* draw = stochastic ? draws.tile_for(part, count) : nullptr;
       while (segments.offsets[at + 1] <= start) ++at;
-      const bool many = segments.offsets[at + MANY < m ? at + MANY : m] < start + count;
+      const bool many = segments.offsets[at + MANY < segments.count ? at + MANY : segments.count] < start + count;
       for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
         if (s != known) {  // where threads share a block, each finds its largest magnitude
           const int64_t from = segments.offsets[s], length = segments.offsets[s + 1] - from;
@@ -160,22 +157,21 @@ GC_API int64_t gc_int8_encode(const float* x, int64_t n, const int64_t* table, i
       if (many) encode_mixed(part, divisors, draw, count, codes + start);
     }
   });
-  for (int64_t s = 0; s < m; ++s) scales[s] = int8_scale(scales[s]);
+  for (int64_t s = 0; s < segments.count; ++s) scales[s] = int8_scale(scales[s]);
   return 0;
 }
 GC_CALLED(gc_int8_encode)
 
 // The sum over `number` payloads of (code / 127) * scale, each times its count, divided by `divisor`. Returns 1
 // if a scale, 2 if a code is invalid.
-GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scales, const float* counts, int number,
-                            float divisor, int64_t n, const int64_t* table, int64_t m, float* out, int threads) {
-  const Segments segments(table, m);
+int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scales, const float* counts, int number,
+                     float divisor, int64_t n, const Segments& segments, float* out, int threads) {
   const Payloads in{codes, scales, counts, number};
   for (int p = 0; p < number; ++p) {
-    if (!good_scales(scales[p], m)) return 1;
+    if (!good_scales(scales[p], segments.count)) return 1;
   }
   const bool stream = n >= STREAM_FROM;
-  int bad = 0;
+  int64_t bad = 0;
   parallel(tiles_of(n), threads, [=, &segments, &in, &bad](int64_t first, int64_t last) {
     GC_ALIGNED float sums[TILE];
     VecI lowest = {};
@@ -189,28 +185,21 @@ GC_API int64_t gc_int8_mean(const int8_t* const* codes, const float* const* scal
       if (divisor != 1) divide_tile(sums, count, divisor);
       write_tile(out + start, sums, count, stream);
     }
-    if (stream) end_stream();
-    for (int l = 0; l < WIDTH; ++l) {
-      if (lowest[l] < -INT8_TOP) {
-#pragma omp atomic write
-        bad = 2;
-      }
-    }
+    for (int l = 0; l < WIDTH; ++l) report(bad, lowest[l] < -INT8_TOP ? 2 : 0);
   });
   return bad;
 }
 GC_CALLED(gc_int8_mean)
 
 // (code / 127) * scale, or `onto` plus `count` times that. Returns as gc_int8_mean. `out` may be `onto`.
-GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t n, const int64_t* table, int64_t m,
-                              const float* onto, float count, float* out, int threads) {
+int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t n, const Segments& segments, const float* onto,
+                       float count, float* out, int threads) {
   const float one = 1;
-  if (!onto) return gc_int8_mean(&codes, &scales, &one, 1, 1.0f, n, table, m, out, threads);
-  const Segments segments(table, m);
-  if (!good_scales(scales, m)) return 1;
+  if (!onto) return gc_int8_mean(&codes, &scales, &one, 1, 1.0f, n, segments, out, threads);
+  if (!good_scales(scales, segments.count)) return 1;
   const bool stream = n >= STREAM_FROM && onto != out;
   const float reciprocal = 1.0f / (float)INT8_TOP;
-  int bad = 0;
+  int64_t bad = 0;
   parallel(tiles_of(n), threads, [=, &segments, &bad](int64_t first, int64_t last) {
     auto spread = spread_values<1>(segments, first * TILE, [=](int64_t s, float* values) { values[0] = scales[s]; });
     GC_ALIGNED float tile[TILE];
@@ -231,11 +220,7 @@ GC_API int64_t gc_int8_decode(const int8_t* codes, const float* scales, int64_t 
       GC_SIMD for (int i = 0; i < some; ++i) values[i] = base[i] + values[i] * count;
       write_tile(out + t * TILE, values, some, stream);
     }
-    if (stream) end_stream();
-    if (lowest < -INT8_TOP) {
-#pragma omp critical
-      bad = 2;
-    }
+    report(bad, lowest < -INT8_TOP ? 2 : 0);
   });
   return bad;
 }

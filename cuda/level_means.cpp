@@ -390,26 +390,25 @@ bool all_marked(const float* norms, const uint8_t* marks, int64_t m) {
 // The sum over `number` payloads of (code / levels) * norm, each times its count, divided by `divisor`, from code +
 // levels in `bits` bits. `exact`: norms are the largest magnitudes. Returns 1 if norms, 2 if codes are what no encoder
 // sends.
-GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* norms, const float* counts, int number,
-                             float divisor, int bits, int exact, int levels, int64_t n, const int64_t* table, int64_t m,
-                             float* out, int threads) try {
-  const Segments segments(table, m);
+int64_t gc_level_mean(const uint32_t* const* words, const float* const* norms, const float* counts, int number,
+                      float divisor, int bits, int exact, int levels, int64_t n, const Segments& segments, float* out,
+                      int threads) {
   const Payloads in{words, norms, counts, number};
   const Scale scale(levels, bits);
   for (int p = 0; p < number; ++p) {
-    if (!norms_sent(norms[p], m, TINY * scale.top)) return BAD_NORMS;
+    if (!norms_sent(norms[p], segments.count, TINY * scale.top)) return BAD_NORMS;
   }
   // Which segments of which payloads have the highest level, as those of largest magnitudes have.
-  std::unique_ptr<uint8_t[]> marks(exact ? new uint8_t[number * m]() : nullptr);
+  std::unique_ptr<uint8_t[]> marks(exact ? new uint8_t[number * segments.count]() : nullptr);
   uint8_t* reached = marks.get();
   const bool stream = streams(out, n);
-  bool bad = false;
+  int64_t bad = 0;
   parallel(tiles_of(n), threads, [=, &segments, &in, &scale, &bad](int64_t first, int64_t last) {
     bool wrong = false;
     const auto report = [=, &wrong](int p, int64_t part, Seen seen) {
       wrong |= seen.wrong;
       // Without a branch, as that would be taken at random where segments lie across tiles.
-      uint8_t unused, *mark = seen.end && exact ? reached + p * m + part : &unused;
+      uint8_t unused, *mark = seen.end && exact ? reached + p * segments.count + part : &unused;
       __atomic_store_n(mark, 1, __ATOMIC_RELAXED);
     };
     with_bits(bits, [&](auto b) {
@@ -421,12 +420,11 @@ GC_API int64_t gc_level_mean(const uint32_t* const* words, const float* const* n
         tiles.mean(start, (int)(n - start < TILE ? n - start : TILE), s, out + start);
       }
     });
-    if (stream) end_stream();
-    if (wrong) __atomic_store_n(&bad, true, __ATOMIC_RELAXED);
+    gc::report(bad, wrong ? BAD_CODES : 0);
   });
-  for (int p = 0; exact && p < number; ++p) bad |= !all_marked(norms[p], reached + p * m, m);
-  return bad ? BAD_CODES : 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
+  for (int p = 0; exact && p < number; ++p) {
+    if (!all_marked(norms[p], reached + p * segments.count, segments.count)) return BAD_CODES;
+  }
+  return bad;
 }
 GC_CALLED(gc_level_mean)

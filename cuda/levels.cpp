@@ -7,30 +7,26 @@
 
 using namespace gc;
 
-GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64_t m, float* absmax, double* sum,
-                                     double* square, int threads);
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
+int64_t gc_segment_statistics(const float* x, const Segments& segments, float* absmax, double* sum, double* square,
+                              int threads);
+int64_t gc_segment_absmax(const float* x, const Segments& segments, float* absmax, int threads);
 
 // Norms of segments, (m,): the 2-norm if `two`, else the largest magnitude; 0 below TINY * levels.
-GC_API int64_t gc_level_norms(const float* x, const int64_t* table, int64_t m, int two, int levels, float* norms,
-                              int threads) try {
+int64_t gc_level_norms(const float* x, const Segments& segments, int two, int levels, float* norms, int threads) {
   if (two) {
-    std::unique_ptr<double[]> squares(new double[m]);
-    const int64_t failed = gc_segment_statistics(x, table, m, nullptr, nullptr, squares.get(), threads);
-    if (failed) return failed;
-    for (int64_t s = 0; s < m; ++s) {
+    std::unique_ptr<double[]> squares(new double[segments.count]);
+    gc_segment_statistics(x, segments, nullptr, nullptr, squares.get(), threads);
+    for (int64_t s = 0; s < segments.count; ++s) {
       // Every rounding keeps the order, so the root is never below the largest element.
       const double root = sqrt(squares[s]);
       norms[s] = (float)(root > FLOAT_MAX && root < __builtin_inf() ? FLOAT_MAX : root);
     }
   } else {
-    gc_segment_absmax(x, table, m, norms, threads);
+    gc_segment_absmax(x, segments, norms, threads);
   }
   const float least = TINY * (float)levels;
-  for (int64_t s = 0; s < m; ++s) norms[s] = norms[s] < least ? 0.0f : norms[s];
+  for (int64_t s = 0; s < segments.count; ++s) norms[s] = norms[s] < least ? 0.0f : norms[s];
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_level_norms)
 
@@ -205,19 +201,16 @@ void for_codes(const float* x, int64_t n, const Segments& segments, NormFrom nor
       }
       put(t, codes, count);
     }
-    end_stream();  // what `put` may have begun
   });
 }
 
 }  // namespace
 
 // Codes of x, (n,), in [-levels, levels].
-GC_API int64_t gc_level_codes(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
-                              int levels, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
-                              uint32_t workers, int32_t* out, int threads) {
+int64_t gc_level_codes(const float* x, int64_t n, const Segments& segments, const float* norms, int levels,
+                       const Key& key, int32_t* out, int threads) {
   const bool stream = n >= STREAM_FROM;
-  const Key key{seed, offset, step, who, workers};
-  for_codes(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, key, threads,
+  for_codes(x, n, segments, [=](int64_t) { return Known{norms}; }, levels, key, threads,
             [=](int64_t t, const int32_t* codes, int count) {
               write_tile(out + t * TILE, codes, count, stream);
             });
@@ -241,34 +234,24 @@ void encode(const float* x, int64_t n, const Segments& segments, NormFrom norm_f
 }  // namespace
 
 // Code + levels in `bits` bits each.
-GC_API int64_t gc_level_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* norms,
-                               int levels, int bits, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
-                               uint32_t workers, uint32_t* out, int threads) {
-  const Key key{seed, offset, step, who, workers};
-  encode(x, n, Segments(table, m), [=](int64_t) { return Known{norms}; }, levels, bits, key, out, threads);
+int64_t gc_level_encode(const float* x, int64_t n, const Segments& segments, const float* norms, int levels, int bits,
+                        const Key& key, uint32_t* out, int threads) {
+  encode(x, n, segments, [=](int64_t) { return Known{norms}; }, levels, bits, key, out, threads);
   return 0;
 }
 GC_CALLED(gc_level_encode)
 
 // The same by the largest magnitudes, which are written to `norms`, (m,). Short segments are read from memory once.
-GC_API int64_t gc_level_encode_max(const float* x, int64_t n, const int64_t* table, int64_t m, int levels, int bits,
-                                   uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, uint32_t workers,
-                                   float* norms, uint32_t* out, int threads) {
+int64_t gc_level_encode_max(const float* x, int64_t n, const Segments& segments, int levels, int bits, const Key& key,
+                            float* norms, uint32_t* out, int threads) {
   constexpr int64_t SHORT = 8 * TILE;
-  int64_t longest = 0;
-  for (int64_t s = 0; s < m; ++s) {
-    const int64_t length = table[s + 1] - table[s];
-    longest = length > longest ? length : longest;
-    norms[s] = 0;  // of an empty segment nobody asks
-  }
-  const Segments segments(table, m);
-  const Key key{seed, offset, step, who, workers};
   const float least = TINY * (float)levels;
-  if (longest <= SHORT) {
+  if (segments.longest() <= SHORT) {
+    for (int64_t s = 0; s < segments.count; ++s) norms[s] = 0;  // an empty segment's stays
     const auto found = [=, &segments](int64_t first) { return Found{x, segments, least, first, norms}; };
     encode(x, n, segments, found, levels, bits, key, out, threads);
   } else {
-    gc_level_norms(x, table, m, 0, levels, norms, threads);
+    gc_level_norms(x, segments, 0, levels, norms, threads);
     encode(x, n, segments, [=](int64_t) { return Known{norms}; }, levels, bits, key, out, threads);
   }
   return 0;
@@ -426,16 +409,14 @@ inline void decode_rows(const uint32_t* words, int levels, const float* norms, V
 // (code / levels) * norm, times `count`, added to `onto` (null: not), from code + levels in `bits` bits, or with bits
 // = 0 from int32 codes in [-levels, levels]. `exact`: norms are the largest magnitudes. Returns 1 if the norms, 2 if
 // the codes are invalid input. `out` may be `onto`.
-GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* norms, int exact, int levels, int64_t n,
-                               const int64_t* table, int64_t m, const float* onto, float count, float* out,
-                               int threads) try {
-  const Segments segments(table, m);
+int64_t gc_level_decode(const uint32_t* words, int bits, const float* norms, int exact, int levels, int64_t n,
+                        const Segments& segments, const float* onto, float count, float* out, int threads) {
   const float least = TINY * (float)levels;
-  if (!norms_sent(norms, m, least)) return 1;
+  if (!norms_sent(norms, segments.count, least)) return 1;
   if (exact) {
     uint32_t wrong = 0;
 #pragma omp simd reduction(| : wrong)
-    for (int64_t s = 0; s < m; ++s) wrong |= (norms[s] != 0) & (table[s] == table[s + 1]);
+    for (int64_t s = 0; s < segments.count; ++s) wrong |= (norms[s] != 0) & (segments.length(s) == 0);
     if (wrong) return 2;
   }
   std::unique_ptr<Judge::Edge[]> edges(new Judge::Edge[2 * (threads + 1)]);
@@ -507,10 +488,7 @@ GC_API int64_t gc_level_decode(const uint32_t* words, int bits, const float* nor
       write_tile(out + start, values, some, stream);
     }
     walk.end(last * TILE < n ? last * TILE : n);
-    if (stream) end_stream();
   });
   return judge.all_good() ? 0 : 2;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_level_decode)

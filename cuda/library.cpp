@@ -1,6 +1,8 @@
 // Information for the loader: the processor, and a digest of its sources.
 #include "called.hpp"
 
+#define GC_API extern "C" __attribute__((visibility("default")))
+
 // 0: any processor; 1: AVX2 and FMA; 2: AVX-512 (F, BW, DQ, VL, CD). As GCC's x86-64, x86-64-v3 and x86-64-v4.
 GC_API int64_t gc_level() {
 #if defined(__x86_64__)
@@ -18,5 +20,5 @@ GC_API int64_t gc_level() {
 
 GC_API const char* gc_sources() { return GC_SOURCES; }
 
-// A line for each function that is GC_CALLED: its name, and the types of its arguments (called.hpp).
+// A line for each function that is GC_CALLED: see called.hpp.
 GC_API const char* gc_functions() { return gc::functions().c_str(); }

@@ -27,17 +27,11 @@
 
 #include "common.cuh"
 
-// Every function that Python calls: what it returns is 0, or what its comment says.
-#define GC_API extern "C" __attribute__((visibility("default")))
 #define GC_SIMD _Pragma("omp simd")
 #define GC_ROLLED _Pragma("GCC unroll 1")
 #define GC_ALIGNED alignas(64)
 
 namespace gc {
-
-// What a function returns if it cannot allocate its intermediate results; Python raises MemoryError. A `new` that may
-// throw is called outside of `parallel`, as a thread must catch its own exceptions.
-constexpr int64_t NO_MEMORY = INT64_MIN;
 
 constexpr int64_t GRAIN = 16;  // tiles that are worth a thread
 
@@ -48,34 +42,64 @@ inline int64_t words_of(int64_t n, int bits) {
   return bits * (n / TILE * LANES + (n % TILE + LANES - 1) / LANES);
 }
 
-// Call f(first, last) for ranges of `tiles` tiles, of which LEAST are worth a thread, on up to `threads` threads.
+// The fence that non-temporal stores need before another thread reads.
+static inline void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+// Call f(first, last) for ranges of `tiles` tiles, of which LEAST are worth a thread, on up to `threads` threads. f may
+// use non-temporal stores, and may throw std::bad_alloc.
 template <int64_t LEAST = GRAIN, class F>
 void parallel(int64_t tiles, int threads, F f) {
 #if defined(_OPENMP)
   const int64_t useful = tiles / LEAST;
   if (threads > useful) threads = (int)useful;
   if (threads > 1) {
+    bool failed = false;
 #pragma omp parallel num_threads(threads)
     {
       const int64_t rank = omp_get_thread_num(), size = omp_get_num_threads();
       const int64_t first = tiles * rank / size, last = tiles * (rank + 1) / size;
-      if (first < last) f(first, last);
+      try {
+        if (first < last) f(first, last);
+      } catch (const std::bad_alloc&) {
+#pragma omp atomic write
+        failed = true;
+      }
+      end_stream();
     }
+    if (failed) throw std::bad_alloc();
     return;
   }
 #endif
   if (tiles > 0) f((int64_t)0, tiles);
+  end_stream();
+}
+
+// Keep the least of the error numbers that threads report; 0 means success.
+inline void report(int64_t& error, int64_t number) {
+  if (!number) return;
+#pragma omp critical
+  if (!error || number < error) error = number;
 }
 
 // ---- segments --------------------------------------------------------------------------------------------------
 
-// `gcbench.core.compressor.Segments.table`: where segments begin, and how many tiles (of their own) lie before each.
+// `gcbench.core.compressor.Segments`: where segments begin, and how many tiles (of their own) lie before each.
 struct Segments {
   const int64_t* offsets;
   const int64_t* tiles;
   int64_t count;
 
-  Segments(const int64_t* table, int64_t m) : offsets(table), tiles(table + m + 1), count(m) {}
+  int64_t numel() const { return offsets[count]; }
+  int64_t length(int64_t s) const { return offsets[s + 1] - offsets[s]; }
+  int64_t longest() const {
+    int64_t most = 0;
+    for (int64_t s = 0; s < count; ++s) most = length(s) > most ? length(s) : most;
+    return most;
+  }
 
   // The last segment that begins at or before `element`: the one that holds it, as empty ones end there too.
   int64_t holding(int64_t element) const { return last_not_above(offsets, element); }
@@ -639,13 +663,6 @@ static inline void stream_lines(uint32_t* out, const uint32_t* from, int number)
   }
 #else
   memcpy(out, from, 64 * number);
-#endif
-}
-
-// The fence that non-temporal stores need before another thread reads.
-static inline void end_stream() {
-#if defined(__SSE2__)
-  _mm_sfence();
 #endif
 }
 

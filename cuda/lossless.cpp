@@ -131,19 +131,16 @@ int64_t join(const uint8_t* fractions, const uint32_t* words, const uint8_t* top
 
 // Signs and fractions, packed codes, each segment's largest exponent, and the exponents that are escaped, for which
 // there is room for n. `values`: floats if `single`, else bfloat16. Returns the number of the escaped.
-GC_API int64_t gc_lossless_split(const void* values, int single, int64_t n, const int64_t* table, int64_t m,
-                                 uint8_t* fractions, uint32_t* words, uint8_t* tops, uint8_t* escaped) {
-  const Segments segments(table, m);
+int64_t gc_lossless_split(const void* values, int single, int64_t n, const Segments& segments, uint8_t* fractions,
+                          uint32_t* words, uint8_t* tops, uint8_t* escaped) {
   return single ? split((const float*)values, n, segments, fractions, words, tops, escaped)
                 : split((const uint16_t*)values, n, segments, fractions, words, tops, escaped);
 }
 GC_CALLED(gc_lossless_split)
 
 // The values of these parts, floats if `single`, else bfloat16. Returns 0, or the first Fault.
-GC_API int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops,
-                                const uint8_t* escaped, int64_t total, int single, int64_t n, const int64_t* table,
-                                int64_t m, void* out) {
-  const Segments segments(table, m);
+int64_t gc_lossless_join(const uint8_t* fractions, const uint32_t* words, const uint8_t* tops, const uint8_t* escaped,
+                         int64_t total, int single, int64_t n, const Segments& segments, void* out) {
   return single ? join(fractions, words, tops, escaped, total, n, segments, (float*)out)
                 : join(fractions, words, tops, escaped, total, n, segments, (uint16_t*)out);
 }

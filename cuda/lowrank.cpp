@@ -21,8 +21,8 @@ double dot(const double* a, const double* b, int64_t n, double* terms, int64_t w
 }  // namespace
 
 // out[i, j] = sum_k left[k, i] right[k, j], k = 0, 1 ..., limited to the finite floats, for `rank` vectors each.
-GC_API int64_t gc_lowrank_product(const float* left, const float* right, int64_t rank, int64_t rows, int64_t columns,
-                                  float* out, int threads) {
+int64_t gc_lowrank_product(const float* left, const float* right, int64_t rank, int64_t rows, int64_t columns,
+                           float* out, int threads) {
   const int64_t across = tiles_of(columns);
   const bool stream = rows * columns >= STREAM_MATRIX_FROM;
   parallel(rows * across, threads, [=](int64_t first, int64_t last) {
@@ -44,7 +44,6 @@ GC_API int64_t gc_lowrank_product(const float* left, const float* right, int64_t
       }
       write_tile(out + i * columns + start, tile, count, stream);
     }
-    if (stream) end_stream();
   });
   return 0;
 }
@@ -52,12 +51,11 @@ GC_CALLED(gc_lowrank_product)
 
 // Gram-Schmidt of r rows of n floats, in float64, projections subtracted twice. Returns 1 if at most `collapsed` of a
 // row's squared norm is left, or it is not finite, or if a row is longer than what `halve` sums; `out` is then undefined.
-GC_API int64_t gc_lowrank_orthonormalize(const float* vectors, int64_t r, int64_t n, double collapsed, float* out) {
+int64_t gc_lowrank_orthonormalize(const float* vectors, int64_t r, int64_t n, double collapsed, float* out) {
   if (n > 1 << 30) return 1;
   int64_t width = 1;
   while (width < n) width *= 2;
-  std::unique_ptr<double[]> memory(new (std::nothrow) double[r * n + width + r]);
-  if (!memory) return NO_MEMORY;
+  std::unique_ptr<double[]> memory(new double[r * n + width + r]);
   double *basis = memory.get(), *terms = basis + r * n, *shares = terms + width;
   for (int64_t j = 0; j < r; ++j) {
     double* row = basis + j * n;

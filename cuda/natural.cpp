@@ -1,17 +1,32 @@
-// Natural compression on the CPU. Encoding reads 4 and writes 9/8 bytes per element; a mean reads 9/8 per payload and
-// writes 4.
-#include "natural.cuh"
+// Natural compression on the CPU: the sign and the 8 bits of a float's exponent, 9 bits per code; code << 23 is the
+// float. Encoding reads 4 and writes 9/8 bytes per element; a mean reads 9/8 per payload and writes 4.
 #include "called.hpp"
 
 using namespace gc;
 
 namespace {
 
-constexpr int B = NATURAL_BITS;
+constexpr int B = 9;                   // bits per code
 constexpr int ROWS = 8;                // of codes that are added in registers
 constexpr uint32_t TOP = 0xff800000u;  // where a float has sign and exponent
 
 constexpr int AHEAD = 2 * B * LANES;   // words from what is read to what is prefetched: two tiles
+
+// The code of x: the next exponent iff draw < 2 fraction, the fraction as the 23 bits that it has in the float. Twice
+// the fraction, and what the draw lacks of 2^24 - 1, carry into the exponent exactly then. Zeros and denormals have
+// nothing that could carry, and neither has 2^127, which stands for all that is above.
+GC_HD uint32_t natural_code(float x, uint32_t draw) {
+  constexpr uint32_t TOP = 0xfe000000u, LEAST = 0x01000000u;  // 2^127 and 2^-126, one bit further up
+  const uint32_t size = bits_of(x) << 1;
+  const uint32_t kept = size < LEAST ? 0u : size < TOP ? size : TOP;
+  const uint32_t exponent = (kept + (0xffffffu - draw)) >> 24;
+  return exponent | (x <= -0x1p-126f ? 0x100u : 0u);  // a NaN has no sign
+}
+
+GC_HD float natural_value(uint32_t code) { return float_of(code << 23); }
+
+// Whether no encoder sends this code: infinity, NaN or a negative zero.
+GC_HD bool natural_wrong(uint32_t code) { return (code & 0xffu) == 0xffu || code == 0x100u; }
 
 struct Payloads {
   const uint32_t* const* words;
@@ -103,9 +118,7 @@ bool add_rest(const Payloads& in, int64_t place, int count, float* sums) {
 }  // namespace
 
 // Codes of x, (n,).
-GC_API int64_t gc_natural_encode(const float* x, int64_t n, uint64_t seed, uint64_t offset, uint32_t step,
-                                 uint32_t who, uint32_t workers, uint32_t* out, int threads) {
-  const Key key{seed, offset, step, who, workers};
+int64_t gc_natural_encode(const float* x, int64_t n, const Key& key, uint32_t* out, int threads) {
   parallel(tiles_of(n), threads, [=, &key](int64_t first, int64_t last) {
     Draws draws(key, first);
     for (int64_t t = first; t < last; ++t) {
@@ -121,25 +134,20 @@ GC_CALLED(gc_natural_encode)
 
 // The sum of the decoded values of `number` payloads, each times its count, divided by `divisor`. Returns 1 if
 // a code is invalid.
-GC_API int64_t gc_natural_mean(const uint32_t* const* words, const float* counts, int number, float divisor,
-                               int64_t n, float* out, int threads) {
+int64_t gc_natural_mean(const uint32_t* const* words, const float* counts, int number, float divisor, int64_t n,
+                        float* out, int threads) {
   const Payloads in{words, counts, number};
   const bool stream = streams(out, n);
-  bool bad = false;
+  int64_t bad = 0;
   parallel(tiles_of(n), threads, [=, &in, &bad](int64_t first, int64_t last) {
     GC_ALIGNED float sums[TILE];
     for (int64_t t = first; t < last; ++t) {
       const int64_t start = t * TILE, place = t * B * LANES;
       const int count = (int)(n - start < TILE ? n - start : TILE);
-      if (count == TILE ? add_tile(in, place, sums) : add_rest(in, place, count, sums)) {
-#pragma omp atomic write
-        bad = true;
-        return;
-      }
+      if (count == TILE ? add_tile(in, place, sums) : add_rest(in, place, count, sums)) return report(bad, 1);
       divide_tile(sums, count, divisor);
       write_tile(out + start, sums, count, stream);
     }
-    if (stream) end_stream();
   });
   return bad;
 }

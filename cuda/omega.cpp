@@ -157,7 +157,7 @@ int64_t check_end(const Stream& stream, int64_t end, int64_t* info) {
 
 // Write the dense form of n codes: Elias(|code| + 1), and a sign (1: negative) unless it is zero. `out` has room for the
 // longest codes and a word. Returns the number of words, or -1 if a code is not in [-levels, levels].
-GC_API int64_t gc_omega_dense_write(const int32_t* codes, int64_t n, int levels, uint32_t* out) {
+int64_t gc_omega_dense_write(const int32_t* codes, int64_t n, int levels, uint32_t* out) {
   const Table& known = table();
   Writer writer(out);
   for (int64_t i = 0; i < n; ++i) {
@@ -171,7 +171,7 @@ GC_API int64_t gc_omega_dense_write(const int32_t* codes, int64_t n, int levels,
 GC_CALLED(gc_omega_dense_write)
 
 // The same for the sparse form: Elias(1 + nonzeros), and for each of them Elias(distance), a sign, Elias(|code|).
-GC_API int64_t gc_omega_sparse_write(const int32_t* codes, int64_t n, int levels, uint32_t* out) {
+int64_t gc_omega_sparse_write(const int32_t* codes, int64_t n, int levels, uint32_t* out) {
   const Table& known = table();
   int64_t nonzeros = 0;
   uint32_t top = 0;
@@ -195,8 +195,7 @@ GC_API int64_t gc_omega_sparse_write(const int32_t* codes, int64_t n, int levels
 GC_CALLED(gc_omega_sparse_write)
 
 // Read n codes in [-levels, levels] of the dense form. Returns a Fault.
-GC_API int64_t gc_omega_dense_read(const uint32_t* words, int64_t count, int64_t n, int levels, int32_t* out,
-                                   int64_t* info) {
+int64_t gc_omega_dense_read(const uint32_t* words, int64_t count, int64_t n, int levels, int32_t* out, int64_t* info) {
   const Prefixes& known = prefixes();
   const Stream stream{words, count};
   const uint64_t top = (uint64_t)levels + 1;
@@ -217,8 +216,7 @@ GC_API int64_t gc_omega_dense_read(const uint32_t* words, int64_t count, int64_t
 GC_CALLED(gc_omega_dense_read)
 
 // The same for the sparse form; `out` is all zeros before.
-GC_API int64_t gc_omega_sparse_read(const uint32_t* words, int64_t count, int64_t n, int levels, int32_t* out,
-                                    int64_t* info) {
+int64_t gc_omega_sparse_read(const uint32_t* words, int64_t count, int64_t n, int levels, int32_t* out, int64_t* info) {
   const Prefixes& known = prefixes();
   const Stream stream{words, count};
   const int64_t bits = stream.bits();

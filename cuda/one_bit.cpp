@@ -146,7 +146,7 @@ int64_t ones_of(const float* x, int count) {
 // packing, by the thread that packs its first element. Returns NOT_FINITE if a mean is not finite.
 template <int K>
 int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, Values<K> values, int threads) {
-  const int64_t n = segments.offsets[segments.count], parts = segments.tiles[segments.count];
+  const int64_t n = segments.numel(), parts = segments.tiles[segments.count];
   // Of segments of more than one tile.
   std::unique_ptr<double[]> all_sums(new double[K * parts]);
   std::unique_ptr<int64_t[]> all_ones(new int64_t[parts]);
@@ -186,7 +186,7 @@ int64_t encode_alone(const float* x, const Segments& segments, uint32_t* words, 
     for (int k = 0; k < K && first < last; ++k) all.total[k] = halve_all(sums + k * parts + first, last - first);
     int64_t positive = 0;
     for (int64_t part = first; part < last; ++part) positive += ones[part];
-    values.set(s, segments.offsets[s + 1] - segments.offsets[s], all, positive);
+    values.set(s, segments.length(s), all, positive);
   }
   return values.bad ? NOT_FINITE : NOTHING;
 }
@@ -201,7 +201,7 @@ class FeedbackEncoder {
  public:
   FeedbackEncoder(const float* x, const float* residual, const Segments& segments, uint32_t* words, Values<K> values,
                   float* left, int threads)
-      : segments_(segments), n_(segments.offsets[segments.count]), x_(x), residual_(residual), words_(words),
+      : segments_(segments), n_(segments.numel()), x_(x), residual_(residual), words_(words),
         values_(values), left_(left), threads_(threads) {}
 
   // Returns NOT_FINITE where a mean is not.
@@ -229,7 +229,6 @@ class FeedbackEncoder {
   };
 
   Inputs inputs(int64_t start) const { return {x_ + start, residual_ + start}; }
-  int64_t length(int64_t s) const { return segments_.offsets[s + 1] - segments_.offsets[s]; }
   int64_t edge(int64_t range) const { return std::min(tiles_of(n_) * range / ranges_ * TILE, n_); }
 
   // Write x + residual of [start, start + count) to `left`, and return the number of bits that are 1 (K = 2).
@@ -290,14 +289,14 @@ class FeedbackEncoder {
       }
       int64_t positive = 0;
       for (int64_t t = before[a]; t < before[a + 1]; ++t) positive += ones[t];
-      values_.set(apart[a], length(apart[a]), all, positive);
+      values_.set(apart[a], segments_.length(apart[a]), all, positive);
     }
   }
 
   // `ahead`: the first element that has not been requested. Sums and codes ask for one half each of what they work
   // through, so that memory has as much time as both take.
   void sum_short(int64_t s, int64_t& ahead) {
-    const int64_t tiles = tiles_of(length(s));
+    const int64_t tiles = tiles_of(segments_.length(s));
     double totals[K][MANY / TILE];
     int64_t ones = 0;
     for (int64_t t = 0; t < tiles; ++t) {
@@ -311,7 +310,7 @@ class FeedbackEncoder {
     }
     Sums<K> all{};
     for (int k = 0; k < K; ++k) all.total[k] = halve_all(totals[k], tiles);
-    values_.set(s, length(s), all, ones);
+    values_.set(s, segments_.length(s), all, ones);
   }
 
   void encode(int64_t first, int64_t last) {
@@ -324,7 +323,7 @@ class FeedbackEncoder {
       bool summed = false;  // a segment that begins in this tile
       for (; next < segments_.count && offsets[next] < t * TILE + count; ++next) {
         const bool inside = offsets[next] >= begin && offsets[next + 1] <= end;
-        if (inside && length(next) > 0 && length(next) <= MANY) {
+        if (inside && segments_.length(next) > 0 && segments_.length(next) <= MANY) {
           sum_short(next, ahead);
           summed = true;
         }
@@ -438,15 +437,12 @@ class FeedbackEncoder {
 // Bits of x, (n,), and of each segment the mean `low` of the negative and `high` of the other elements (`low` null:
 // `high` is the mean magnitude). With `residual` the same of x + residual, and its error, x + residual minus the
 // decoding, in `left`, which may be `residual`. Returns a `Wrong` if a mean is not finite.
-GC_API int64_t gc_sign_encode(const float* x, const float* residual, const int64_t* table, int64_t m, uint32_t* words,
-                              float* low, float* high, float* left, int threads) try {
-  const Segments segments(table, m);
+int64_t gc_sign_encode(const float* x, const float* residual, const Segments& segments, uint32_t* words, float* low,
+                       float* high, float* left, int threads) {
   const auto run = [=, &segments](auto values) {
     if (!residual) return encode_alone(x, segments, words, values, threads);
     return FeedbackEncoder(x, residual, segments, words, values, left, threads).run();
   };
   return low ? run(Values<2>{low, high}) : run(Values<1>{nullptr, high});
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_sign_encode)

@@ -68,7 +68,7 @@ void pack_all(const T* codes, int64_t n, int bits, uint32_t* out, int threads) {
 }  // namespace
 
 // Pack n codes of `size` bytes each, non-negative integers below 2^bits.
-GC_API int64_t gc_pack(const void* codes, int size, int64_t n, int bits, uint32_t* out, int threads) {
+int64_t gc_pack(const void* codes, int size, int64_t n, int bits, uint32_t* out, int threads) {
   switch (size) {
     case 1: pack_all((const uint8_t*)codes, n, bits, out, threads); break;
     case 2: pack_all((const uint16_t*)codes, n, bits, out, threads); break;
@@ -80,7 +80,7 @@ GC_API int64_t gc_pack(const void* codes, int size, int64_t n, int bits, uint32_
 GC_CALLED(gc_pack)
 
 // Unpack n codes from each of `rows` stretches of words.
-GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bits, int32_t* out, int threads) {
+int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bits, int32_t* out, int threads) {
   const bool stream = n >= STREAM_FROM;
   for (int64_t row = 0; row < rows; ++row, words += words_of(n, bits), out += n) {
     parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
@@ -90,7 +90,6 @@ GC_API int64_t gc_unpack(const uint32_t* words, int64_t rows, int64_t n, int bit
         unpack_codes(bits, words + t * bits * LANES, (count + LANES - 1) / LANES, tile);
         write_tile((uint32_t*)out + t * TILE, tile, count, stream);
       }
-      if (stream) end_stream();
     });
   }
   return 0;
@@ -99,9 +98,7 @@ GC_CALLED(gc_unpack)
 
 // The draws of n elements: 24 bits each; mirrored for negative elements of x, if it is not null, where they are
 // correlated.
-GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, uint32_t workers,
-                          const float* x, int64_t n, int32_t* out, int threads) {
-  const Key key{seed, offset, step, who, workers};
+int64_t gc_draws24(const Key& key, const float* x, int64_t n, int32_t* out, int threads) {
   const bool stream = n >= STREAM_FROM;
   parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
     Draws draws(key, first);
@@ -110,7 +107,6 @@ GC_API int64_t gc_draws24(uint64_t seed, uint64_t offset, uint32_t step, uint32_
       const uint32_t* draw = x ? draws.tile_for(x + t * TILE, count) : draws.tile();
       write_tile((uint32_t*)out + t * TILE, draw, count, stream);
     }
-    if (stream) end_stream();
   });
   return 0;
 }

@@ -1,5 +1,4 @@
 // Positions of kept elements as bits, and what is done with them: scatter and gather.
-#include "selection.cuh"
 #include "selection.hpp"
 
 using namespace gc;
@@ -139,12 +138,7 @@ int64_t add_low_bits(const uint32_t* words, int64_t total, int64_t* positions, i
         const int64_t j = t * TILE + i;
         part[i] = ((part[i] - j) << B) + j + codes[i];
       }
-      for (int i = count; i < tile_lanes(t * TILE, total) * LANES; ++i) {
-        if (codes[i]) {
-#pragma omp atomic write
-          bad = 1;
-        }
-      }
+      for (int i = count; i < tile_lanes(t * TILE, total) * LANES; ++i) report(bad, codes[i] ? 1 : 0);
     }
   });
   return bad;
@@ -175,21 +169,18 @@ int64_t check_positions(const int64_t* positions, int64_t total, const Run* runs
 }  // namespace
 
 // Positions as a bitmap of n bits. Returns 1 if they do not increase or are not below n.
-GC_API int64_t gc_pack_bitmap(const int64_t* positions, int64_t total, int64_t n, uint32_t* words, int threads) {
+int64_t gc_pack_bitmap(const int64_t* positions, int64_t total, int64_t n, uint32_t* words, int threads) {
   int64_t bad = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
-    if (!set_bits_in(first, last, total, n, words, [=](int64_t j) { return positions[j]; })) {
-#pragma omp atomic write
-      bad = 1;
-    }
+    report(bad, !set_bits_in(first, last, total, n, words, [=](int64_t j) { return positions[j]; }));
   });
   return bad;
 }
 GC_CALLED(gc_pack_bitmap)
 
 // Positions in the coding of Elias and Fano with `low` low bits. Returns as gc_pack_bitmap.
-GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, int low, uint32_t* low_words,
-                            uint32_t* high_words, int threads) {
+int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, int low, uint32_t* low_words,
+                     uint32_t* high_words, int threads) {
   if (total && (positions[0] < 0 || positions[total - 1] >= n)) return 1;
   const int64_t bits = total + ((n - total) >> low), tiles = tiles_of(total);
   int64_t bad = 0;
@@ -207,10 +198,7 @@ GC_API int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, 
       }
     });
     const int64_t first = edge(tiles_of(bits), team.rank), last = edge(tiles_of(bits), team.rank + 1);
-    if (first < last && !set_bits_in(first, last, total, bits, high_words, high)) {
-#pragma omp atomic write
-      bad = 1;
-    }
+    report(bad, first < last && !set_bits_in(first, last, total, bits, high_words, high));
   });
   return bad;
 }
@@ -218,19 +206,16 @@ GC_CALLED(gc_pack_gaps)
 
 // Positions from a bitmap of n bits. Returns 0, or 1: a bit is set from n on, 2 + 8 k: k bits are set, not `total`,
 // 3: they do not increase, 4: a segment has not its own k.
-GC_API int64_t gc_unpack_bitmap(const uint32_t* words, int64_t n, const int64_t* runs, int64_t count, int64_t total,
-                                int64_t* positions, int threads) try {
+int64_t gc_unpack_bitmap(const uint32_t* words, int64_t n, const int64_t* runs, int64_t count, int64_t total,
+                         int64_t* positions, int threads) {
   const int64_t bad = find_bits(words, n, total, positions, threads);
   return bad ? bad : check_positions(positions, total, (const Run*)runs, count);
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_unpack_bitmap)
 
 // Positions from the coding of Elias and Fano. Returns as gc_unpack_bitmap, or 5: a low code after the last.
-GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_words, int low, int64_t n,
-                              const int64_t* runs, int64_t count, int64_t total, int64_t* positions,
-                              int threads) try {
+int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_words, int low, int64_t n, const int64_t* runs,
+                       int64_t count, int64_t total, int64_t* positions, int threads) {
   int64_t bad = find_bits(high_words, total + ((n - total) >> low), total, positions, threads);
   if (bad) return bad;
   if (low) {
@@ -238,14 +223,12 @@ GC_API int64_t gc_unpack_gaps(const uint32_t* low_words, const uint32_t* high_wo
     if (bad) return 5;
   }
   return check_positions(positions, total, (const Run*)runs, count);
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_unpack_gaps)
 
 // Positions of 32 bits. Returns as gc_unpack_bitmap.
-GC_API int64_t gc_unpack_int32(const int32_t* indices, const int64_t* runs, int64_t count, int64_t total,
-                               int64_t* positions, int threads) {
+int64_t gc_unpack_int32(const int32_t* indices, const int64_t* runs, int64_t count, int64_t total, int64_t* positions,
+                        int threads) {
   (void)threads;
   GC_SIMD for (int64_t i = 0; i < total; ++i) positions[i] = indices[i];
   return check_positions(positions, total, (const Run*)runs, count);
@@ -253,8 +236,7 @@ GC_API int64_t gc_unpack_int32(const int32_t* indices, const int64_t* runs, int6
 GC_CALLED(gc_unpack_int32)
 
 // Zeros with values at increasing positions, n in all. Returns 1 if they do not increase or are not below n.
-GC_API int64_t gc_scatter(const float* values, const int64_t* positions, int64_t total, float* out, int64_t n,
-                          int threads) {
+int64_t gc_scatter(const float* values, const int64_t* positions, int64_t total, float* out, int64_t n, int threads) {
   int64_t bad = 0;
   if (total && (positions[0] < 0 || positions[total - 1] >= n)) return 1;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
@@ -264,18 +246,13 @@ GC_API int64_t gc_scatter(const float* values, const int64_t* positions, int64_t
       const int64_t start = t * TILE, stop = start + TILE < n ? start + TILE : n, from = j;
       int64_t before = start - 1;
       for (; j < total && positions[j] < stop; ++j) {
-        if (positions[j] <= before) {
-#pragma omp atomic write
-          bad = 1;
-          return;
-        }
+        if (positions[j] <= before) return report(bad, 1);
         before = positions[j];
         row[before - start] = values[j];
       }
       write_tile(out + start, row, (int)(stop - start), n >= STREAM_FROM);
       for (int64_t i = from; i < j; ++i) row[positions[i] - start] = 0;
     }
-    end_stream();
   });
   return bad;
 }
@@ -283,18 +260,13 @@ GC_CALLED(gc_scatter)
 
 // The sum of `number` sparse tensors of n elements, in their order, divided by `divisor`: tensor p has totals[p] values
 // at increasing positions. Returns as gc_scatter.
-GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const* positions, const int64_t* totals,
-                               int64_t number, float divisor, float* out, int64_t n, int threads) {
+int64_t gc_scatter_mean(const float* const* values, const int64_t* const* positions, const int64_t* totals,
+                        int64_t number, float divisor, float* out, int64_t n, int threads) {
   int64_t bad = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     GC_ALIGNED float row[TILE] = {};
     uint64_t touched[TILE / 64] = {};
-    std::unique_ptr<int64_t[]> at(new (std::nothrow) int64_t[number]);
-    if (!at) {
-#pragma omp atomic write
-      bad = NO_MEMORY;
-      return;
-    }
+    std::unique_ptr<int64_t[]> at(new int64_t[number]);
     for (int64_t p = 0; p < number; ++p) {
       const int64_t* own = positions[p];
       at[p] = first ? first_from(totals[p], first * TILE, [=](int64_t i) { return own[i]; }) : 0;
@@ -304,11 +276,7 @@ GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const*
       for (int64_t p = 0; p < number; ++p) {
         int64_t before = start - 1, j = at[p];
         for (; j < totals[p] && positions[p][j] < stop; ++j) {
-          if (positions[p][j] <= before) {
-#pragma omp atomic write
-            bad = 1;
-            return;
-          }
+          if (positions[p][j] <= before) return report(bad, 1);
           before = positions[p][j];
           const int i = (int)(before - start);
           row[i] += values[p][j];
@@ -324,13 +292,7 @@ GC_API int64_t gc_scatter_mean(const float* const* values, const int64_t* const*
         for (; touched[k]; touched[k] &= touched[k] - 1) row[64 * k + __builtin_ctzll(touched[k])] = 0;
       }
     }
-    for (int64_t p = 0; p < number; ++p) {
-      if (last == tiles_of(n) && at[p] < totals[p]) {
-#pragma omp atomic write
-        bad = 1;
-      }
-    }
-    end_stream();
+    for (int64_t p = 0; p < number; ++p) report(bad, last == tiles_of(n) && at[p] < totals[p]);
   });
   return bad;
 }
@@ -339,16 +301,12 @@ GC_CALLED(gc_scatter_mean)
 constexpr int64_t AHEAD = 64;  // positions from what is read to what is prefetched
 
 // The elements of x, (n,), at `positions`. Returns 1 if one of these is not in [0, n).
-GC_API int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, int64_t total, float* out, int threads) {
+int64_t gc_gather(const float* x, int64_t n, const int64_t* positions, int64_t total, float* out, int threads) {
   int64_t bad = 0;
   parallel<FEW_TILES>(tiles_of(total), threads, [&](int64_t first, int64_t last) {
     const int64_t stop = last * TILE < total ? last * TILE : total;
     for (int64_t j = first * TILE; j < stop; ++j) {
-      if ((uint64_t)positions[j] >= (uint64_t)n) {
-#pragma omp atomic write
-        bad = 1;
-        return;
-      }
+      if ((uint64_t)positions[j] >= (uint64_t)n) return report(bad, 1);
       // Each lies in a line of its own, mostly. Values that are not positions may be prefetched, too.
       if (j + AHEAD < stop) __builtin_prefetch((const void*)((uintptr_t)x + sizeof *x * (uintptr_t)positions[j + AHEAD]));
       out[j] = x[positions[j]];

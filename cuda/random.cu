@@ -1,11 +1,8 @@
-// Random numbers as tensors: `ops.random.draws24` and `ops.selection.random_words`.
+// Random numbers as tensors: `ops.random.draws24`.
 //
-// draws24:      out[i] = 24 bits of Philox4x32-10 for element key.offset + i. A block of 16 bytes serves 16 rows of a
-//               lane: row j takes the bits from byte j % 16 on. Writes 4 bytes per element, one
-//               block per 16 elements.
-// random_words: out[i] = word e % 4 of block e / 4, e = key.offset + i, less 2^31. Writes 4 bytes per element, one
-//               block per 4 elements.
-// Encoders do not use these kernels: they compute their draws in registers, by common.cuh.
+// out[i] = 24 bits of Philox4x32-10 for element key.offset + i. A block of 16 bytes serves 16 rows of a lane: row j
+// takes the bits from byte j % 16 on. Writes 4 bytes per element, one block per 16 elements.
+// Encoders do not use this kernel: they compute their draws in registers, by common.cuh.
 #include "common.cuh"
 
 // A thread has one half (16 rows) of one lane of one tile; `first` is the tile of element key.offset. Beside one
@@ -23,21 +20,5 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int row = 0; row < 16; ++row) {
     const int64_t i = start + row * gc::LANES;
     if (i >= 0 && i < n) out[i] = (int32_t)gc::window24(words[row / 4], words[row / 4 + 1], row % 4);
-  }
-}
-
-// A thread has one Philox block; `blocks` of them cover elements key.offset to key.offset + n.
-extern "C" __global__ void __launch_bounds__(256)
-    random_words(int32_t* __restrict__ out, const int64_t n, const int64_t blocks, const gc::Key key) {
-  const int64_t id = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (id >= blocks) return;
-  const uint64_t index = key.offset / 4 + (uint64_t)id;
-  const gc::Block block = gc::key_block(key, index, 2);
-  const uint32_t words[4] = {block.x, block.y, block.z, block.w};
-  const int64_t start = (int64_t)(index * 4 - key.offset);
-  GC_UNROLL
-  for (int k = 0; k < 4; ++k) {
-    const int64_t i = start + k;
-    if (i >= 0 && i < n) out[i] = (int32_t)(words[k] ^ 0x80000000u);
   }
 }

@@ -1,6 +1,6 @@
-// Range floats on the CPU: packing reads 8 bytes per element, for the range and for the codes, and writes bits / 8.
+// Range floats (Wang et al. 2020) on the CPU: see gcbench.ops.rangefloat. A grid is (base, P): the first step and how many
+// codes are positive. Packing reads 8 bytes per element, for the range and for the codes, and writes bits / 8.
 #include "called.hpp"
-#include "rangefloat.cuh"
 
 using namespace gc;
 
@@ -9,6 +9,74 @@ namespace {
 constexpr int RANGE_BITS = 16;  // of the widest code
 constexpr int LEAD = 512;       // distance of the prefetch from the packing, in values
 constexpr int FAR = 2 * LEAD;   // and from the search for the range, which is faster
+
+// What encoding takes from a grid.
+struct RangeCoder {
+  int32_t first;               // half a step, less the steps below code 1: added to a magnitude's bits
+  int32_t positive, negative;  // codes of each sign
+  int32_t skipped;             // what the codes of negative values begin after, or 0 if there are none
+  float nearest;               // half of the smallest magnitude, from which on a code is not 0
+};
+
+struct RangeFormat {
+  int bits, mantissa;
+
+  GC_HD uint32_t codes() const { return (1u << bits) - 1; }
+  GC_HD int32_t top() const { return 255 << mantissa; }  // the step of infinity
+  GC_HD int32_t base(int32_t grid) const { return grid >> bits; }
+  GC_HD int32_t positive(int32_t grid) const { return grid & (int32_t)codes(); }
+
+  // The step of a magnitude, at most the largest finite one; `magnitude` are the bits of a float without its sign.
+  GC_HD int32_t step(uint32_t magnitude) const {
+    const int32_t step = (int32_t)(magnitude + (1u << (22 - mantissa))) >> (23 - mantissa);
+    return step < top() - 1 ? step : top() - 1;
+  }
+
+  // The bits of the float of a step; of infinity where it is not finite.
+  GC_HD uint32_t value(int32_t step) const {
+    return (uint32_t)(step < top() ? step : top()) << (23 - mantissa);
+  }
+
+  // The grid of a group, whose largest and least value have the magnitudes `up` and `down`: 0 if of the other sign.
+  GC_HD int32_t grid(uint32_t up, uint32_t down) const {
+    const int32_t a = step(up) + 1, b = step(down) + 1, all = (int32_t)codes();
+    const int32_t one = (a > b ? a : b) - all, both = (a + b - all + 1) >> 1;
+    int32_t base = one > both ? one : both;
+    base = base < 1 ? 1 : base;
+    int32_t positive = a - base;
+    positive = positive < 0 ? 0 : positive > all ? all : positive;
+    return (int32_t)((uint32_t)base << bits | (uint32_t)positive);
+  }
+
+  // Whether `grid` can have returned it.
+  GC_HD bool valid(int32_t grid) const { return base(grid) >= 1 && base(grid) + positive(grid) <= top(); }
+
+  GC_HD RangeCoder coder(int32_t base, int32_t positive) const {
+    // Magnitudes that round to infinity get the last finite step, which the grid's largest code may be beyond.
+    const int32_t rest = (int32_t)codes() - positive, room = top() - base, negative = rest < room ? rest : room;
+    const int32_t first = (1 << (22 - mantissa)) - (int32_t)((uint32_t)(base - 1) << (23 - mantissa));
+    return RangeCoder{first, positive, negative, negative > 0 ? positive : 0, float_of(value(base)) * 0.5f};
+  }
+
+  // The code of the float with the bits `x`.
+  GC_HD uint32_t encode(uint32_t x, const RangeCoder& coder) const {
+    const uint32_t size = x & 0x7fffffffu;
+    const int32_t sign = (int32_t)x >> 31;  // all ones or none
+    const int32_t top = coder.positive ^ ((coder.positive ^ coder.negative) & sign);
+    int32_t code = (int32_t)(size + (uint32_t)coder.first) >> (23 - mantissa);
+    code = code > 1 ? code : 1;
+    code = code < top ? code : top;
+    code += coder.skipped & sign;
+    return (uint32_t)code & -(uint32_t)(float_of(size) >= coder.nearest);
+  }
+
+  // The bits of the float of a code.
+  GC_HD uint32_t decode(uint32_t code, int32_t base, int32_t positive) const {
+    const int32_t own = (int32_t)code, negative = own > positive;
+    const uint32_t size = value(own - (negative ? positive : 0) + base - 1);
+    return (own == 0 ? 0u : size) | (uint32_t)negative << 31;
+  }
+};
 
 struct GroupRun {  // adjacent groups of one length
   int64_t rows, length;
@@ -157,15 +225,14 @@ void each_tile(const GroupRun* runs, const RangeFormat form, const int32_t* grid
       const int32_t *bases = base, *positives = positive;
       f(t, count, [bases](int i) { return bases[i]; }, [positives](int i) { return positives[i]; });
     }
-    end_stream();
   });
 }
 
 }  // namespace
 
 // The grid of each group of values, (n,), and their packed codes. `runs` are (rows, length) of groups, none empty.
-GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs, int64_t groups, int bits,
-                             int mantissa, int32_t* grids, uint32_t* words, int threads) try {
+int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs, int64_t groups, int bits, int mantissa,
+                      int32_t* grids, uint32_t* words, int threads) {
   const RangeFormat form{bits, mantissa};
   const GroupRun* all = (const GroupRun*)runs;
   const uint32_t* raw = (const uint32_t*)values;
@@ -197,20 +264,18 @@ GC_API int64_t gc_range_pack(const float* values, int64_t n, const int64_t* runs
     }
   });
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_range_pack)
 
 // The values of packed codes, (n,). Returns 1 for an invalid grid, 2 for a code after the last, 3 if a
 // value is not finite.
-GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int64_t groups, int64_t n,
-                               const int64_t* runs, int bits, int mantissa, float* out, int threads) {
+int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int64_t groups, int64_t n, const int64_t* runs,
+                        int bits, int mantissa, float* out, int threads) {
   const RangeFormat form{bits, mantissa};
   for (int64_t g = 0; g < groups; ++g) {
     if (!form.valid(grids[g])) return 1;
   }
-  int64_t after = 0, infinite = 0;
+  int64_t bad = 0;
   each_tile((const GroupRun*)runs, form, grids, n, threads,
             [&](int64_t t, int count, auto base, auto positive) {
               GC_ALIGNED uint32_t codes[TILE], values[TILE];
@@ -228,16 +293,9 @@ GC_API int64_t gc_range_unpack(const uint32_t* words, const int32_t* grids, int6
               }
               uint32_t more = 0;
               for (int i = count; i < (count + LANES - 1) / LANES * LANES; ++i) more |= codes[i];
-              if (more) {
-#pragma omp atomic write
-                after = 1;
-              }
-              if (beyond) {
-#pragma omp atomic write
-                infinite = 1;
-              }
+              report(bad, more ? 2 : beyond ? 3 : 0);
               write_tile(out + t * TILE, (const float*)values, count, n >= STREAM_FROM);
             });
-  return after ? 2 : infinite ? 3 : 0;
+  return bad;
 }
 GC_CALLED(gc_range_unpack)

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "selection.cuh"
 #include "selection.hpp"
 
 using namespace gc;
@@ -709,37 +708,31 @@ int32_t key_of_limit(float limit) { return limit > 0 ? (int32_t)bits_of(limit) :
 }  // namespace
 
 // The k of largest |x| of each segment: positions, and values unless null. `runs` are (start, rows, length, keep).
-GC_API int64_t gc_largest_elements(const float* x, const int64_t* runs, int64_t count, int64_t* positions,
-                                   float* values, int threads) try {
+int64_t gc_largest_elements(const float* x, const int64_t* runs, int64_t count, int64_t* positions, float* values,
+                            int threads) {
   const Floats source{(const uint32_t*)x};
   select(source, (const Run*)runs, count, threads, Kept{positions, (uint32_t*)values});
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_largest_elements)
 
 // The k largest random words of each segment.
-GC_API int64_t gc_random_positions(uint64_t seed, uint64_t offset, uint32_t step, uint32_t who, const int64_t* runs,
-                                   int64_t count, int64_t* positions, int threads) try {
-  const Words source{Key{seed, offset, step, who, 1}};
+int64_t gc_random_positions(const Key& key, const int64_t* runs, int64_t count, int64_t* positions, int threads) {
+  const Words source{key};
   select(source, (const Run*)runs, count, threads, Kept{positions, nullptr});
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_random_positions)
 
 // The limit of each segment, (m,): `bound`, or the largest magnitude where that is less or NaN. Returns how many elements
 // reach them; zeros do not, and nothing reaches NaN.
-GC_API int64_t gc_limits(const float* x, const int64_t* table, int64_t m, float bound, float* limits, int threads) {
-  const Segments segments(table, m);
+int64_t gc_limits(const float* x, const Segments& segments, float bound, float* limits, int threads) {
   const uint32_t* raw = (const uint32_t*)x;
   const int32_t least = key_of_limit(bound);
   int32_t* tops = (int32_t*)limits;
-  for (int64_t s = 0; s < m; ++s) tops[s] = 0;
+  for (int64_t s = 0; s < segments.count; ++s) tops[s] = 0;
   int64_t total = 0;
-  parallel(segments.tiles[m], threads, [&](int64_t first, int64_t last) {
+  parallel(segments.tiles[segments.count], threads, [&](int64_t first, int64_t last) {
     int64_t number = 0;
     for (int64_t t = first, s = segments.of_tile(first); t < last;) {
       while (segments.tiles[s + 1] <= t) ++s;
@@ -755,7 +748,7 @@ GC_API int64_t gc_limits(const float* x, const int64_t* table, int64_t m, float 
 #pragma omp atomic
     total += number;
   });
-  for (int64_t s = 0; s < m; ++s) {
+  for (int64_t s = 0; s < segments.count; ++s) {
     const int32_t top = tops[s];
     const int64_t start = segments.offsets[s], length = segments.offsets[s + 1] - start;
     if (top > (int32_t)INFINITE) {
@@ -771,17 +764,16 @@ GC_API int64_t gc_limits(const float* x, const int64_t* table, int64_t m, float 
 GC_CALLED(gc_limits)
 
 // Positions and values of the elements that reach the limit of their segment, as gc_limits counts them.
-GC_API int64_t gc_reaching(const float* x, const int64_t* table, int64_t m, const float* limits, int64_t* positions,
-                           float* values, int threads) try {
-  const Segments segments(table, m);
-  const int64_t tiles = tiles_of(segments.offsets[m]);
+int64_t gc_reaching(const float* x, const Segments& segments, const float* limits, int64_t* positions, float* values,
+                    int threads) {
+  const int64_t tiles = tiles_of(segments.numel());
   const uint32_t* raw = (const uint32_t*)x;
   const int size = worth(tiles, 2 * GRAIN, threads);
   std::unique_ptr<int64_t[]> counts(new int64_t[size]);
   together(size, [&](const Team& team) {
     const int64_t last = tiles * (team.rank + 1) / team.size;
     const auto each = [&](auto f) {  // f(start, count, key) for parts of segments
-      const int64_t n = segments.offsets[m];
+      const int64_t n = segments.numel();
       int64_t t = tiles * team.rank / team.size, s = segments.holding(t * TILE);
       for (; t < last; ++t) {
         const int64_t start = t * TILE;
@@ -805,7 +797,5 @@ GC_API int64_t gc_reaching(const float* x, const int64_t* table, int64_t m, cons
     });
   });
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_reaching)

@@ -41,31 +41,24 @@ Found classes_of(const uint32_t* words, int64_t n, int64_t start, int64_t stop) 
   return found;
 }
 
-int64_t first_wrong(int64_t a, int64_t b) { return a && (!b || a < b) ? a : b; }
-
 // The fault of bits and values (`low` null: `high` and its negative), a `Wrong`.
 int64_t wrong_values(const uint32_t* words, const Segments& segments, const float* low, const float* high,
                      int threads) {
-  const int64_t n = segments.offsets[segments.count];
+  const int64_t n = segments.numel();
   if (set_after_last(words, n, 1)) return AFTER_LAST;
   int64_t wrong = NOTHING;
   parallel(segments.count, threads, [&](int64_t first, int64_t last) {
-    int64_t worst = NOTHING;
     for (int64_t s = first; s < last; ++s) {
       const float below = low ? low[s] : 0.0f, above = high[s];
       const int64_t start = segments.offsets[s], stop = segments.offsets[s + 1];
-      if (!is_finite(below) || !is_finite(above)) worst = first_wrong(NOT_FINITE, worst);
-      if (below > 0.0f || above < 0.0f) worst = first_wrong(WRONG_SIDE, worst);
+      if (!is_finite(below) || !is_finite(above)) report(wrong, NOT_FINITE);
+      if (below > 0.0f || above < 0.0f) report(wrong, WRONG_SIDE);
       if (start == stop) {
-        if (below != 0.0f || above != 0.0f) worst = first_wrong(OF_NOTHING, worst);
+        if (below != 0.0f || above != 0.0f) report(wrong, OF_NOTHING);
       } else if (low && (below != 0.0f || above != 0.0f)) {
         const Found found = classes_of(words, n, start, stop);
-        if ((below != 0.0f && !found.zeros) || (above != 0.0f && !found.ones)) worst = first_wrong(OF_NOTHING, worst);
+        if ((below != 0.0f && !found.zeros) || (above != 0.0f && !found.ones)) report(wrong, OF_NOTHING);
       }
-    }
-    if (worst) {
-#pragma omp critical
-      wrong = first_wrong(worst, wrong);
     }
   });
   return wrong;
@@ -147,7 +140,7 @@ void add_tile(const Payloads& in, const Segments& segments, int64_t start, int c
 // ---- what Python calls -----------------------------------------------------------------------------------------
 
 // Codes of x, (n,): [x >= 0] in 1 bit, sign + 1 in 2.
-GC_API int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, int threads) {
+int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, int threads) {
   parallel(tiles_of(n), threads, [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
@@ -164,13 +157,12 @@ GC_API int64_t gc_sign_pack(const float* x, int64_t n, int bits, uint32_t* out, 
 GC_CALLED(gc_sign_pack)
 
 // Codes of 2 bits, sign 0 below `factor` times the root mean square; `square`, (m,), are sums of squares.
-GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t m, const double* square,
-                                  double factor, uint32_t* out, int threads) {
-  const Segments segments(table, m);
-  const int64_t n = segments.offsets[m];
+int64_t gc_sign_pack_above(const float* x, const Segments& segments, const double* square, double factor, uint32_t* out,
+                           int threads) {
+  const int64_t n = segments.numel();
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     auto spread = spread_values<1>(segments, first * TILE, [&](int64_t s, float* values) {
-      values[0] = (float)(factor * sqrt(square[s] / (double)(segments.offsets[s + 1] - segments.offsets[s])));
+      values[0] = (float)(factor * sqrt(square[s] / (double)segments.length(s)));
     });
     for (int64_t t = first; t < last; ++t) {
       const float* part = x + t * TILE;
@@ -186,10 +178,10 @@ GC_API int64_t gc_sign_pack_above(const float* x, const int64_t* table, int64_t 
 GC_CALLED(gc_sign_pack_above)
 
 // Signs as floats, (n,), from codes of 1 or 2 bits. Returns a `Wrong`.
-GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float* out, int threads) {
+int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float* out, int threads) {
   if (set_after_last(words, n, bits)) return AFTER_LAST;
   const bool stream = n >= STREAM_FROM;
-  uint32_t wrong = 0;
+  int64_t wrong = NOTHING;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     GC_ALIGNED float buffer[TILE];
     float* tile = buffer;
@@ -205,20 +197,17 @@ GC_API int64_t gc_sign_decode(const uint32_t* words, int64_t n, int bits, float*
       }
       write_tile(out + t * TILE, tile, count, stream);
     }
-    if (stream) end_stream();
-#pragma omp atomic
-    wrong |= both;
+    report(wrong, both ? CODE_3 : NOTHING);
   });
-  return wrong ? CODE_3 : NOTHING;
+  return wrong;
 }
 GC_CALLED(gc_sign_decode)
 
 // Bits, and two values per segment (`low` null: `high` and its negative), to floats, (n,), written to `out`; with
 // `total` the sum of it and of `times` times the values. Returns a `Wrong`, and then nothing is written.
-GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64_t m, const float* low,
-                              const float* high, const float* total, float times, float* out, int threads) {
-  const Segments segments(table, m);
-  const int64_t n = segments.offsets[m], wrong = wrong_values(words, segments, low, high, threads);
+int64_t gc_sign_values(const uint32_t* words, const Segments& segments, const float* low, const float* high,
+                       const float* total, float times, float* out, int threads) {
+  const int64_t n = segments.numel(), wrong = wrong_values(words, segments, low, high, threads);
   if (wrong) return wrong;
 
   const bool stream = n >= STREAM_FROM && !total;
@@ -251,7 +240,6 @@ GC_API int64_t gc_sign_values(const uint32_t* words, const int64_t* table, int64
         write_tile(out + start, tile, count, stream);
       }
     }
-    if (stream) end_stream();
   });
   return NOTHING;
 }
@@ -259,11 +247,10 @@ GC_CALLED(gc_sign_values)
 
 // The mean over `number` payloads of the decoded payloads, each times its count, divided by `divisor`: see
 // gc_sign_values. Returns a `Wrong`, of the first payload that is.
-GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* low, const float* const* high,
-                            const float* counts, int number, float divisor, const int64_t* table, int64_t m,
-                            float* out, int threads) {
-  const Segments segments(table, m);
-  const int64_t n = segments.offsets[m];
+int64_t gc_sign_mean(const uint32_t* const* words, const float* const* low, const float* const* high,
+                     const float* counts, int number, float divisor, const Segments& segments, float* out,
+                     int threads) {
+  const int64_t n = segments.numel();
   const Payloads in{words, low, high, counts, number};
   for (int p = 0; p < number; ++p) {
     const int64_t wrong = wrong_values(words[p], segments, low ? low[p] : nullptr, high[p], threads);
@@ -277,7 +264,7 @@ GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* lo
       const int64_t start = t * TILE;
       const int count = count_of(t, n);
       while (segments.offsets[s + 1] <= start) ++s;
-      if (count == TILE && segments.offsets[std::min(s + FEW, m)] >= start + count) {
+      if (count == TILE && segments.offsets[std::min(s + FEW, segments.count)] >= start + count) {
         for_parts(segments, start, count, s, [&](int64_t part, int begin, int end) {
           add_part(in, t * LANES, part, begin, end, sums);
         });
@@ -287,7 +274,6 @@ GC_API int64_t gc_sign_mean(const uint32_t* const* words, const float* const* lo
       divide_tile(sums, count, divisor);
       write_tile(out + start, sums, count, stream);
     }
-    if (stream) end_stream();
   });
   return NOTHING;
 }

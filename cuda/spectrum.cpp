@@ -10,7 +10,7 @@
 using namespace gc;
 
 // In statistics.cpp.
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads);
+int64_t gc_segment_absmax(const float* x, const Segments& segments, float* absmax, int threads);
 
 namespace {
 
@@ -46,7 +46,6 @@ void for_tiles(const Segments& segments, int threads, F f) {
       const int64_t start = segments.offsets[s] + (t - segments.tiles[s]) * TILE, left = segments.offsets[s + 1] - start;
       f(s, start, (int)(left < TILE ? left : TILE));
     }
-    end_stream();  // what `f` may have begun
   });
 }
 
@@ -77,21 +76,20 @@ inline void reverse(const float* from, int count, float* to) {
 
 // unit = the power of two below a segment's largest magnitude, in [2^-110, 2^126], over `peak`, a power of two;
 // out = x / unit, rounded to fp16 if `half`, and zeros in a segment whose largest is below `tiny`, as rows.
-GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t m, float peak, float tiny, int half,
-                                  const int64_t* places, float* unit, float* out, int threads) try {
-  const Segments segments(table, m);
+int64_t gc_spectrum_scaled(const float* x, const Segments& segments, float peak, float tiny, int half,
+                           const int64_t* places, float* unit, float* out, int threads) {
   const Rows rows(places, segments);
   // The reciprocal of a power of two is exact; 0 says that the segment counts as zero.
-  std::unique_ptr<float[]> inverses(new float[m]);
+  std::unique_ptr<float[]> inverses(new float[segments.count]);
   float* inverse = inverses.get();
-  gc_segment_absmax(x, table, m, unit, threads);
-  for (int64_t s = 0; s < m; ++s) {
+  gc_segment_absmax(x, segments, unit, threads);
+  for (int64_t s = 0; s < segments.count; ++s) {
     const float power = float_of(bits_of(unit[s]) & 0x7f800000u);
     const bool zero = unit[s] < tiny;
     unit[s] = (power < 0x1p-110f ? 0x1p-110f : power > 0x1p126f ? 0x1p126f : power) / peak;
     inverse[s] = zero ? 0.0f : 1.0f / unit[s];
   }
-  const bool stream = segments.offsets[m] >= STREAM_FROM;
+  const bool stream = segments.numel() >= STREAM_FROM;
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = inverse[s], *from = x + start;
     float* to = out + rows.place(s, start);
@@ -112,17 +110,14 @@ GC_API int64_t gc_spectrum_scaled(const float* x, const int64_t* table, int64_t 
     }
   });
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_spectrum_scaled)
 
 // energy = |X|^2 and out = X unit for the bins of all segments, which come as rows; `table` counts floats, two a bin.
-GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const int64_t* table, int64_t m,
-                                    const int64_t* places, float* out, float* energy, int threads) {
-  const Segments segments(table, m);
+int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const Segments& segments, const int64_t* places,
+                             float* out, float* energy, int threads) {
   const Rows rows(places, segments);
-  const bool stream = segments.offsets[m] >= STREAM_FROM;
+  const bool stream = segments.numel() >= STREAM_FROM;
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = unit[s], *from = bins + rows.place(s, start);
     GC_ALIGNED float buffer[TILE], sizes[PIECE];
@@ -144,11 +139,10 @@ GC_API int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const 
 GC_CALLED(gc_spectrum_unscaled)
 
 // out = x unit, within the finite floats; x comes as rows.
-GC_API int64_t gc_spectrum_restored(const float* x, const float* unit, const int64_t* table, int64_t m,
-                                    const int64_t* places, float* out, int threads) {
-  const Segments segments(table, m);
+int64_t gc_spectrum_restored(const float* x, const float* unit, const Segments& segments, const int64_t* places,
+                             float* out, int threads) {
   const Rows rows(places, segments);
-  const bool stream = segments.offsets[m] >= STREAM_FROM;
+  const bool stream = segments.numel() >= STREAM_FROM;
   for_tiles(segments, threads, [&](int64_t s, int64_t start, int count) {
     const float by = unit[s], *from = x + rows.place(s, start);
     GC_ALIGNED float buffer[TILE];
@@ -166,18 +160,13 @@ GC_CALLED(gc_spectrum_restored)
 
 // The sum of `number` sparse spectra times their weights, in their order: spectrum p has kept[p] bins, which increase,
 // and two floats for each. Returns 1 if they do not increase, or one is not in [0, length).
-GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const* bins, const int64_t* kept,
-                                const float* weights, int64_t number, float* out, int64_t length, int threads) {
+int64_t gc_spectrum_mean(const float* const* values, const int64_t* const* bins, const int64_t* kept,
+                         const float* weights, int64_t number, float* out, int64_t length, int threads) {
   int64_t bad = 0;
   const int64_t tiles = (length + PIECE - 1) / PIECE;
   const bool stream = 2 * length >= STREAM_FROM;
   parallel(tiles, threads, [&](int64_t first, int64_t last) {
-    std::unique_ptr<int64_t[]> at(new (std::nothrow) int64_t[number]);
-    if (!at) {
-#pragma omp atomic write
-      bad = NO_MEMORY;
-      return;
-    }
+    std::unique_ptr<int64_t[]> at(new int64_t[number]);
     GC_ALIGNED float buffer[2 * PIECE];
     bool wrong = false;
     for (int64_t p = 0; p < number; ++p) {
@@ -204,12 +193,8 @@ GC_API int64_t gc_spectrum_mean(const float* const* values, const int64_t* const
       }
       if (stream) write_tile(out + 2 * start, sums, (int)(2 * (stop - start)), stream);
     }
-    if (stream) end_stream();
     for (int64_t p = 0; p < number; ++p) wrong |= last == tiles && at[p] < kept[p];
-    if (wrong) {
-#pragma omp atomic write
-      bad = 1;
-    }
+    report(bad, wrong);
   });
   return bad;
 }
@@ -217,8 +202,8 @@ GC_CALLED(gc_spectrum_mean)
 
 // out_k = s ((v_k + conj v_h-k) + t_k (v_k - conj v_h-k)) for k = 0 ... h, where v_h is v_0 and t_h-k = conj t_k; with
 // `inverse` v_0 and v_h count as real, t is conjugate, and h is left out. v_k and v_h-k make out_k and out_h-k.
-GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float scale, int64_t h, int inverse,
-                                float* out, int threads) {
+int64_t gc_spectrum_fold(const float* waves, const float* factors, float scale, int64_t h, int inverse, float* out,
+                         int threads) {
   const uint32_t flip = inverse ? 0x80000000u : 0;
   const int64_t pairs = h / 2 + 1;
   const bool stream = 2 * h >= STREAM_FROM;
@@ -264,7 +249,6 @@ GC_API int64_t gc_spectrum_fold(const float* waves, const float* factors, float 
         reverse(back + 2 * skip, most - skip, to);
       }
     }
-    if (stream) end_stream();
   });
   return 0;
 }

@@ -4,6 +4,8 @@
 // i + 256, and so on, and tiles' sums are added the same way until one is left. Tiles do not depend on threads.
 #include <math.h>
 
+#include <algorithm>
+
 #include "called.hpp"
 
 using namespace gc;
@@ -120,26 +122,22 @@ void for_segments(const float* x, const Segments& segments, int threads, Take ta
 }  // namespace
 
 // Each output, (m,), may be null.
-GC_API int64_t gc_segment_statistics(const float* x, const int64_t* table, int64_t m, float* absmax, double* sum,
-                                     double* square, int threads) try {
-  const Segments segments(table, m);
+int64_t gc_segment_statistics(const float* x, const Segments& segments, float* absmax, double* sum, double* square,
+                              int threads) {
   for_segments(x, segments, threads, [&](int64_t s, const Moments& got) {
     if (absmax) absmax[s] = float_of(got.top);
     if (sum) sum[s] = got.sum;
     if (square) square[s] = got.square;
   });
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_segment_statistics)
 
 // The largest magnitude alone, (m,).
-GC_API int64_t gc_segment_absmax(const float* x, const int64_t* table, int64_t m, float* absmax, int threads) {
-  const Segments segments(table, m);
-  const int64_t tiles = segments.tiles[m];
+int64_t gc_segment_absmax(const float* x, const Segments& segments, float* absmax, int threads) {
+  const int64_t tiles = segments.tiles[segments.count];
   uint32_t* tops = (uint32_t*)absmax;  // bits of floats: integers order as magnitudes do
-  for (int64_t s = 0; s < m; ++s) tops[s] = 0;
+  for (int64_t s = 0; s < segments.count; ++s) tops[s] = 0;
   parallel(tiles, threads, [&](int64_t first, int64_t last) {
     for (int64_t t = first, s = segments.of_tile(first); t < last;) {
       while (segments.tiles[s + 1] <= t) ++s;
@@ -163,13 +161,11 @@ GC_CALLED(gc_segment_absmax)
 
 // Thresholds and scales of ternary codes, (m,) each: `gcbench.ops.ternary.scales`. `limit` is null for
 // clip = 0, and with `at_limit` only `scale` is written. Where all values are equal nothing is clipped.
-GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m, float clip, int at_limit, float* limit,
-                                 float* scale, int threads) try {
-  const Segments segments(table, m);
-  if (clip == 0) return gc_segment_absmax(x, table, m, scale, threads);
+int64_t gc_ternary_scales(const float* x, const Segments& segments, float clip, int at_limit, float* limit,
+                          float* scale, int threads) {
+  if (clip == 0) return gc_segment_absmax(x, segments, scale, threads);
   for_segments(x, segments, threads, [&](int64_t s, const Moments& got) {
-    const int64_t length = segments.offsets[s + 1] - segments.offsets[s];
-    const double count = length > 0 ? (double)length : 1.0, mean = got.sum / count;
+    const double count = std::max<double>((double)segments.length(s), 1.0), mean = got.sum / count;
     const double spread = got.square / count - mean * mean;
     const float sigma = (float)sqrt(spread < 0 ? 0.0 : spread), largest = float_of(got.top);
     float bound = sigma == 0 ? FLOAT_MAX : sigma * clip;
@@ -182,7 +178,5 @@ GC_API int64_t gc_ternary_scales(const float* x, const int64_t* table, int64_t m
     }
   });
   return 0;
-} catch (const std::bad_alloc&) {
-  return NO_MEMORY;
 }
 GC_CALLED(gc_ternary_scales)

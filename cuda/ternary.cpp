@@ -7,11 +7,8 @@
 using namespace gc;
 
 // Codes of x, (n,), with the clipping threshold `limit` (null: none) and the scale of each segment.
-GC_API int64_t gc_ternary_encode(const float* x, int64_t n, const int64_t* table, int64_t m, const float* limit,
-                                 const float* scale, uint64_t seed, uint64_t offset, uint32_t step, uint32_t who,
-                                 uint32_t workers, uint32_t* out, int threads) {
-  const Segments segments(table, m);
-  const Key key{seed, offset, step, who, workers};
+int64_t gc_ternary_encode(const float* x, int64_t n, const Segments& segments, const float* limit, const float* scale,
+                          const Key& key, uint32_t* out, int threads) {
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     auto spread = spread_values<2>(segments, first * TILE, [=](int64_t s, float* values) {
       values[0] = limit ? limit[s] : __builtin_inff();
@@ -126,17 +123,14 @@ int64_t add_all(const Payloads& in, int64_t start, int count, int32_t* sums) {
   return 0;
 }
 
-int64_t first_bad(int64_t a, int64_t b) { return a && (!b || a < b) ? a : b; }
-
 }  // namespace
 
 // (sum of codes - count) * (scale / count), (n,), from `number` payloads. Returns 0, or 1 + the index of the first
 // payload that has a code above its top, or -1 if a scale is negative or not finite.
-GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
-                               int64_t workers, const float* scale, int64_t n, const int64_t* table, int64_t m,
-                               float* out, int threads) {
-  const Segments segments(table, m);
-  for (int64_t s = 0; s < m; ++s) {
+int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
+                        int64_t workers, const float* scale, int64_t n, const Segments& segments, float* out,
+                        int threads) {
+  for (int64_t s = 0; s < segments.count; ++s) {
     if (!(scale[s] >= 0 && scale[s] <= FLOAT_MAX)) return -1;
   }
   const Payloads in{words, bits, tops, number};
@@ -170,19 +164,15 @@ GC_API int64_t gc_ternary_mean(const uint32_t* const* words, const int32_t* bits
       GC_SIMD for (int i = 0; i < count; ++i) tile[i] = (float)(sums[i] - (int32_t)workers) * units[i];
       write_tile(out + t * TILE, tile, count, stream);
     }
-    if (stream) end_stream();
-    if (wrong) {
-#pragma omp critical
-      bad = first_bad(wrong, bad);
-    }
+    report(bad, wrong);
   });
   return bad;
 }
 GC_CALLED(gc_ternary_mean)
 
 // The sums of all payloads' codes in `width` bits each. Returns as gc_ternary_mean.
-GC_API int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
-                                int64_t n, int width, uint32_t* out, int threads) {
+int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bits, const int32_t* tops, int64_t number,
+                         int64_t n, int width, uint32_t* out, int threads) {
   const Payloads in{words, bits, tops, number};
   int64_t bad = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
@@ -195,10 +185,7 @@ GC_API int64_t gc_ternary_merge(const uint32_t* const* words, const int32_t* bit
       for (int i = count; i < LANES * lanes; ++i) sums[i] = 0;
       pack_codes(width, (const uint32_t*)sums, lanes, out + t * width * LANES);
     }
-    if (wrong) {
-#pragma omp critical
-      bad = first_bad(wrong, bad);
-    }
+    report(bad, wrong);
   });
   return bad;
 }

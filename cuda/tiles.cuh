@@ -144,13 +144,6 @@ struct GroupDraws {
 
 constexpr int MOST_SUMMANDS = 64;
 
-// Payloads of one launch: where each lies, and the number of workers of which it is the mean.
-struct Summands {
-  const void* parts[MOST_SUMMANDS];
-  float counts[MOST_SUMMANDS];
-  int32_t number;
-};
-
 // Bits of the largest magnitude of x[0 ... count), in all lanes of a warp: they order as magnitudes do, and NaN is
 // above all of them.
 __device__ __forceinline__ uint32_t warp_largest(const float* __restrict__ x, int64_t count, int lane) {

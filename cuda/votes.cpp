@@ -118,9 +118,9 @@ void add_ballots(const Ballots& in, int64_t tile, int lanes, bool wide, Tally& t
 // Packed words of the vote over `number` ballots worth `workers` votes in all. In 1 bit: the majority, +1 in a tie,
 // or a fair coin of the key (`toss`). In 2 bits: the majority's sign if it won by `quorum`, at most `workers`, votes.
 // Returns a `Wrong`.
-GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts, const int32_t* bits, int64_t number,
-                            int64_t workers, int64_t n, int width, int64_t quorum, int toss, uint64_t seed,
-                            uint64_t offset, uint32_t step, uint32_t who, uint32_t* out, int threads) {
+int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts, const int32_t* bits, int64_t number,
+                     int64_t workers, int64_t n, int width, int64_t quorum, int toss, const Key& key, uint32_t* out,
+                     int threads) {
   const Ballots in{words, counts, bits, number};
   bool wide = false;
   for (int64_t p = 0; p < number; ++p) {
@@ -133,8 +133,7 @@ GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts,
   const uint32_t win = least(width == 2 ? quorum : toss ? 1 : 0), lose = width == 2 ? least(1 - quorum) : least(0);
   const int used = 32 - __builtin_clz((uint32_t)(wide ? 2 * workers : workers));
   const bool plain = !wide && width == 1 && !toss && workers == number && number < 64;
-  const Key key{seed, offset, step, who, 1};
-  uint32_t wrong = 0;
+  int64_t wrong = NOTHING;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     if (plain) {
       const int64_t start = first * LANES, count = words_of(std::min(last * TILE, n), 1) - start;
@@ -174,9 +173,8 @@ GC_API int64_t gc_sign_vote(const uint32_t* const* words, const int64_t* counts,
       }
       for (int l = 0; l < lanes; ++l) out[t * LANES + l] = won[l] | (not_lost[l] & coin[l]);
     }
-#pragma omp atomic
-    wrong |= both;
+    report(wrong, both ? CODE_3 : NOTHING);
   });
-  return wrong ? CODE_3 : NOTHING;
+  return wrong;
 }
 GC_CALLED(gc_sign_vote)

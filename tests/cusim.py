@@ -199,8 +199,14 @@ def require_compiler() -> None:
 @contextmanager
 def on_shim(stand_in: Shim) -> Iterator[None]:
     """Let the shim's kernels serve operations on tensors of the CPU."""
-    with launch.use_launcher("cpu", stand_in), dispatch.serving("cpu", "cuda"):
-        yield
+    before = dispatch._chosen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(launch._launchers, torch.device("cpu"), stand_in)
+        dispatch._take({"cpu": "cuda"})
+        try:
+            yield
+        finally:
+            dispatch._take(before)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,6 @@ OMEGA_MAX = 2**31
 """The largest number with a code here; the code has 43 bits."""
 
 _WORD = 0xFFFFFFFF
-_OMEGA_BITS = 43
 _GROUPS = 4
 """Groups of binary digits before the final zero of OMEGA_MAX's code; no code has more."""
 _CHUNK = 1 << 16
@@ -236,21 +235,6 @@ def _bit(words: Tensor, positions: Tensor) -> Tensor:
     """Return the bits at these positions, bool; False beyond the end of the stream."""
     padded = torch.nn.functional.pad(words, (0, 6))
     return (padded.take(positions >> 5) >> (31 - (positions & 31)) & 1).bool()
-
-
-def omega_read(words: Tensor, count: int, top: int) -> Tensor:
-    """Return the `count` numbers of a stream of omega codes, int64, shape (count,).
-
-    `words`: int32, 1-D; `top`: the largest number allowed.
-
-    Raises:
-        PayloadError: the stream has fewer or more codes, a larger number, or nonzero padding.
-    """
-    stream = _unsigned(words)
-    starts, end = _starts(stream, 0, count, lambda places, lengths: places + lengths[: len(places)])
-    values, _ = _read(stream, starts, top)
-    _check_end(stream, end)
-    return values
 
 
 # ---- QSGD's dense and sparse coding --------------------------------------------------------------

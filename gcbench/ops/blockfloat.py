@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key, Segments
-from gcbench.core.errors import PayloadError
 from gcbench.ops import packing, random, statistics
-from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
+from gcbench.ops.statistics import FLOAT_MAX, TINY, coded_in_zeros, scale_, valid_scales
 
 
 class Element(NamedTuple):
@@ -54,8 +53,7 @@ FAULTS = {
 }
 
 
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+_fault = payload_faults(FAULTS)
 
 
 # ---- elements ------------------------------------------------------------------------------------
@@ -115,9 +113,8 @@ def _read(words: Tensor, element: Element, n: int, arguments: Mapping[str, Any])
 def _scaled(
     values: Tensor, scales: Tensor, blocks: Segments, arguments: Mapping[str, Any]
 ) -> Tensor:
-    for which, rows in blocks.views(values):
-        if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-            raise _fault(3, arguments)
+    if coded_in_zeros(values, scales, blocks):
+        raise _fault(3, arguments)
     return scale_(values, scales, blocks)
 
 
@@ -171,9 +168,8 @@ def encode_mx(
     """
     n = segments.numel
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None, None) if out is None else out
-    words = output(slots[0], *code_words(n, element), x.device)
-    scales = output(slots[1], torch.uint8, len(segments), x.device)
+    sizes = code_words(n, element), (torch.uint8, len(segments))
+    words, scales = outputs(out, x.device, *sizes)
     _encode_mx(x, element.bits, key is not None, key or NO_DRAWS, segments, words, scales)
     return words, scales
 
@@ -276,10 +272,8 @@ def encode_nv(
     """
     n = segments.numel
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None,) * 3 if out is None else out
-    words = output(slots[0], *code_words(n, E2M1), x.device)
-    scales = output(slots[1], torch.uint8, block_count(segments), x.device)
-    tops = output(slots[2], torch.float32, len(segments), x.device)
+    sizes = (torch.uint8, block_count(segments)), (torch.float32, len(segments))
+    words, scales, tops = outputs(out, x.device, code_words(n, E2M1), *sizes)
     _encode_nv(x, key is not None, key or NO_DRAWS, segments, words, scales, tops)
     return words, scales, tops
 
@@ -289,7 +283,7 @@ def _decode_nv(
     words: Tensor, scales: Tensor, tops: Tensor, segments: Segments, name: str, out: Tensor
 ) -> None:
     arguments = {"name": name}
-    if not (tops.isfinite() & ((tops == 0) | (tops >= TINY))).all() or (scales > 126).any():
+    if not valid_scales(tops) or (scales > 126).any():
         raise _fault(1, arguments)
     if not torch.equal(scales > 0, per_block(tops, segments) > 0):
         raise _fault(1, arguments)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
@@ -84,6 +84,29 @@ def output(
     if not tensor.is_contiguous():
         raise ValueError(f"{what} has strides {tensor.stride()}: expected a contiguous tensor")
     return tensor
+
+
+def outputs(
+    tensors: Sequence[Tensor] | None, device: torch.device, *parts: tuple[torch.dtype, int]
+) -> list[Tensor]:
+    """Return an output tensor per part, (dtype, numel): those in `tensors`, or new ones."""
+    slots: Sequence[Tensor | None] = [None] * len(parts) if tensors is None else tensors
+    return [output(slot, *part, device) for slot, part in zip(slots, parts, strict=True)]
+
+
+def payload_faults(
+    messages: Mapping[int, str],
+) -> Callable[[int, Mapping[str, Any]], PayloadError]:
+    """Return the `Fault` for these messages, which begin with the argument `name` if there is one.
+
+    `messages`: by error number.
+    """
+
+    def fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
+        name = arguments.get("name")
+        return PayloadError(messages[number] if name is None else f"{name}: {messages[number]}")
+
+    return fault
 
 
 # ---- operations ----------------------------------------------------------------------------------
@@ -291,20 +314,6 @@ def using(backend: str) -> Iterator[None]:
     """Use `backend` inside a with block."""
     before = _chosen
     use(backend)
-    try:
-        yield
-    finally:
-        _take(before)
-
-
-@contextmanager
-def serving(device: str, backend: str) -> Iterator[None]:
-    """Use a backend's kernels for another device type inside a with block.
-
-    For tests that emulate a GPU on the CPU.
-    """
-    before = _chosen
-    _take({device: backend})
     try:
         yield
     finally:

@@ -12,17 +12,15 @@ tile T // 4. Only the lowest 8 bits of a draw are used: adjacent rows share the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import TILE, Key, Segments
-from gcbench.core.errors import PayloadError
 from gcbench.ops import hadamard, packing, random, statistics
-from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
+from gcbench.ops.statistics import FLOAT_MAX, TINY, coded_in_zeros, scale_, valid_scales
 
 POSITIVE = (
     (0.797884561,),
@@ -61,8 +59,7 @@ def centroids(bits: int, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+_fault = payload_faults(FAULTS)
 
 
 # ---- rotation ------------------------------------------------------------------------------------
@@ -120,9 +117,8 @@ def rotate(
 ) -> Tensor:
     """Return H D_R ... H D_1 x of each segment, or the inverse of that, float32, shape (n,).
 
-    `x`: float32, shape (n,). `address`: int32, shape (4,), as `encode`
-    returns it. `rotations`: R, 1 or 2. `out`: the output tensor, which may be
-    `x`.
+    `x`: float32, shape (n,). `address`: int32, shape (4,), as `encode` returns it. `rotations`: R,
+    1 or 2. `out`: the output tensor, which may be `x`.
     """
     x = vector(x, torch.float32, segments.numel)
     out = output(out, torch.float32, segments.numel, x.device)
@@ -196,10 +192,8 @@ def encode(
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None,) * 3 if out is None else out
-    words = output(slots[0], torch.int32, packing.packed_words(n, bits), x.device)
-    scales = output(slots[1], torch.float32, m, x.device)
-    address = output(slots[2], torch.int32, 4, x.device)
+    sizes = (torch.int32, packing.packed_words(n, bits)), (torch.float32, m), (torch.int32, 4)
+    words, scales, address = outputs(out, x.device, *sizes)
     random.draws24(key._replace(offset=0), 2, out=address[:2])
     address[2:] = torch.tensor([key.offset & MASK, key.offset >> WORD_BITS])
     _encode(x, address, bits, POSITIVE[bits - 1], rotations, least, segments, words, scales)
@@ -219,15 +213,13 @@ def _decode(
     out: Tensor,
 ) -> None:
     arguments = {"name": name}
-    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+    if not valid_scales(scales):
         raise _fault(1, arguments)
     if not ((address >= 0) & (address <= MASK)).all():
         raise _fault(3, arguments)
     codes = packing.unpack(words, bits, segments.numel)
-    zero = (1 << bits - 1) - 1
-    for which, rows in segments.views(codes):
-        if bool(((scales[which] == 0).unsqueeze(1) & (rows != zero)).any()):
-            raise _fault(2, arguments)
+    if coded_in_zeros(codes, scales, segments, zero=(1 << bits - 1) - 1):
+        raise _fault(2, arguments)
     torch.index_select(centroids(bits, out.device), 0, codes, out=out)
     scale_(out, scales, segments)
     rotate(out, address, rotations, segments, inverse=True, out=out)

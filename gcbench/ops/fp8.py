@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Segments
-from gcbench.core.errors import PayloadError
-from gcbench.ops import statistics
-from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
+from gcbench.ops.statistics import coded_in_zeros, scale_, shares, valid_scales
 
 TOP = 448.0
 """The largest value of e4m3, to which the block's largest magnitude is scaled."""
@@ -27,21 +24,15 @@ FAULTS = {
     3: "nonzero codes in a block of scale 0",
 }
 
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+_fault = payload_faults(FAULTS)
 
 
 @operation()
 def _encode(x: Tensor, segments: Segments, codes: Tensor, scales: Tensor) -> None:
-    top = statistics.absmax(x, segments)
-    divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
-    scaled = torch.empty_like(x)
-    for (which, rows), (_, quotient) in zip(segments.views(x), segments.views(scaled), strict=True):
-        torch.div(rows, divisor[which].unsqueeze(1), out=quotient)
+    scaled, top = shares(x, segments)
     scaled.mul_(TOP)  # the quotient first: a / a * 448 is 448
-    codes.copy_(scaled.nan_to_num_(nan=0.0).to(torch.float8_e4m3fn).view(torch.uint8))
-    scales.copy_(torch.where(top < TINY, 0.0, top))
+    codes.copy_(scaled.to(torch.float8_e4m3fn).view(torch.uint8))
+    scales.copy_(top)
 
 
 def encode(
@@ -57,9 +48,7 @@ def encode(
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None, None) if out is None else out
-    codes = output(slots[0], torch.uint8, n, x.device)
-    scales = output(slots[1], torch.float32, m, x.device)
+    codes, scales = outputs(out, x.device, (torch.uint8, n), (torch.float32, m))
     _encode(x, segments, codes, scales)
     return codes, scales
 
@@ -67,14 +56,13 @@ def encode(
 @operation(_fault)
 def _decode(codes: Tensor, scales: Tensor, segments: Segments, name: str, out: Tensor) -> None:
     arguments = {"name": name}
-    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+    if not valid_scales(scales):
         raise _fault(1, arguments)
     values = SHARES.to(codes.device).index_select(0, codes.int())
     if values.isnan().any():
         raise _fault(2, arguments)
-    for which, rows in segments.views(values):
-        if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-            raise _fault(3, arguments)
+    if coded_in_zeros(values, scales, segments):
+        raise _fault(3, arguments)
     out.copy_(scale_(values, scales, segments))
 
 

@@ -8,17 +8,15 @@ first: 100 elements are 64, 32 and 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Segments
-from gcbench.core.errors import PayloadError
-from gcbench.ops import packing, statistics
-from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops import packing
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
+from gcbench.ops.statistics import coded_in_zeros, scale_, shares, valid_scales
 
 TOP = 7
 """The largest level, that of a segment's largest magnitude; codes are levels plus 7."""
@@ -70,22 +68,15 @@ FAULTS = {
     2: "code 15 is not used",
     3: "nonzero codes in a block of scale 0",
 }
-
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+_fault = payload_faults(FAULTS)
 
 
 @operation()
 def _encode(x: Tensor, segments: Segments, words: Tensor, scales: Tensor) -> None:
-    y = rotate(x, segments)
-    top = statistics.absmax(y, segments)
-    divisor = torch.where(top >= TINY, top, torch.inf)
-    for which, rows in segments.views(y):
-        rows.div_(divisor[which].unsqueeze(1))
+    y, top = shares(rotate(x, segments), segments)
     codes = y.mul_(TOP).round_().add_(TOP).to(torch.int32)
     packing.pack(codes, BITS, out=words)
-    scales.copy_(torch.where(top < TINY, 0.0, top))
+    scales.copy_(top)
 
 
 def encode(
@@ -98,9 +89,8 @@ def encode(
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None, None) if out is None else out
-    words = output(slots[0], torch.int32, packing.packed_words(n, BITS), x.device)
-    scales = output(slots[1], torch.float32, m, x.device)
+    sizes = (torch.int32, packing.packed_words(n, BITS)), (torch.float32, m)
+    words, scales = outputs(out, x.device, *sizes)
     _encode(x, segments, words, scales)
     return words, scales
 
@@ -108,7 +98,7 @@ def encode(
 @operation(_fault)
 def _decode(words: Tensor, scales: Tensor, segments: Segments, name: str, out: Tensor) -> None:
     arguments = {"name": name}
-    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+    if not valid_scales(scales):
         raise _fault(1, arguments)
     codes = packing.unpack(words, BITS, segments.numel)
     if codes.numel() and int(codes.amax()) > 2 * TOP:
@@ -119,9 +109,8 @@ def _decode(words: Tensor, scales: Tensor, segments: Segments, name: str, out: T
         .float()
         .div_(torch.tensor(float(TOP), dtype=torch.float32, device=codes.device))
     )
-    for which, rows in segments.views(values):
-        if bool(((scales[which] == 0).unsqueeze(1) & (rows != 0)).any()):
-            raise _fault(3, arguments)
+    if coded_in_zeros(values, scales, segments):
+        raise _fault(3, arguments)
     rotate(scale_(values, scales, segments), segments, out=out)
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gcbench.core.errors import PayloadError
-from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.dispatch import operation, output, part, payload_faults, vector
 from gcbench.ops.means import mean_of
 
 NOT_FINITE = "a payload contains values that are not finite"
 
 
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {NOT_FINITE}")
+_fault = payload_faults({1: NOT_FINITE})
 
 
 @operation()
@@ -50,7 +47,6 @@ def decode(codes: Tensor, name: str, *, out: Tensor | None = None) -> Tensor:
 def _mean(
     codes: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     n: int,
     brain: bool,
     name: str,
@@ -58,7 +54,7 @@ def _mean(
 ) -> None:
     values = [value.float() for value in codes]
     if not all(value.isfinite().all() for value in values):
-        raise PayloadError(f"{name}: {NOT_FINITE}")
+        raise _fault(1, {"name": name})
     out.copy_(mean_of(zip(values, counts, strict=True)))
 
 
@@ -81,5 +77,5 @@ def mean(payloads: Sequence[tuple[Tensor, int]], name: str, *, out: Tensor | Non
     codes = [part(codes, dtype, n, name) for codes, _ in payloads]
     counts = [count for _, count in payloads]
     out = output(out, torch.float32, n, device)
-    _mean(codes, counts, sum(counts), n, dtype is torch.bfloat16, name, out)
+    _mean(codes, counts, n, dtype is torch.bfloat16, name, out)
     return out

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key, Segments
-from gcbench.core.errors import PayloadError
-from gcbench.ops import statistics
-from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
 from gcbench.ops.means import mean_onto
 from gcbench.ops.random import draws_for
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops.statistics import scale_, shares, valid_scales
 
 TOP = 127
 """The largest code, that of the block's largest magnitude."""
@@ -25,23 +22,15 @@ FAULTS = {
     2: "code -128 is not used",
 }
 
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(FAULTS[number])
+_fault = payload_faults(FAULTS)
 
 
 @operation()
 def _encode(
     x: Tensor, segments: Segments, stochastic: bool, key: Key, codes: Tensor, scales: Tensor
 ) -> None:
-    top = statistics.absmax(x, segments)
-    divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
-    scaled = torch.empty_like(x)
-    for (which, rows), (_, quotient) in zip(segments.views(x), segments.views(scaled), strict=True):
-        torch.div(rows, divisor[which].unsqueeze(1), out=quotient)
+    scaled, top = shares(x, segments)
     scaled.mul_(TOP)  # the quotient first: a / a * 127 is 127, and k / 127 * 127 is k
-    if not top.isfinite().all():
-        scaled.nan_to_num_(nan=0.0)  # infinity over infinity
     if stochastic:
         low = scaled.abs().floor_()
         up = draws_for(x, key).float().mul_(2.0**-24) < scaled.abs().sub_(low)
@@ -49,7 +38,7 @@ def _encode(
     else:
         scaled.round_()
     codes.copy_(scaled.to(torch.int8))
-    scales.copy_(torch.where(top < TINY, 0.0, top))
+    scales.copy_(top)
 
 
 def encode(
@@ -71,9 +60,7 @@ def encode(
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None, None) if out is None else out
-    codes = output(slots[0], torch.int8, n, x.device)
-    scales = output(slots[1], torch.float32, m, x.device)
+    codes, scales = outputs(out, x.device, (torch.int8, n), (torch.float32, m))
     _encode(x, segments, rounding == "stochastic", key, codes, scales)
     return codes, scales
 
@@ -87,10 +74,10 @@ def _decode(
     count: float,
     out: Tensor,
 ) -> None:
-    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
-        raise PayloadError(FAULTS[1])
+    if not valid_scales(scales):
+        raise _fault(1, {})
     if codes.numel() and int(codes.amin()) < -TOP:
-        raise PayloadError(FAULTS[2])
+        raise _fault(2, {})
     # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     values = codes.float().div_(torch.tensor(float(TOP), dtype=torch.float32, device=codes.device))
     scale_(values, scales, segments)
@@ -128,7 +115,6 @@ def _mean(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     segments: Segments,
     out: Tensor,
 ) -> None:
@@ -161,5 +147,5 @@ def mean(
     scales = [part(scales, torch.float32, m, "scales") for _, scales, _ in payloads]
     counts, device = [count for *_, count in payloads], codes[0].device
     out = output(out, torch.float32, n, device)
-    _mean(codes, scales, counts, sum(counts), segments, out)
+    _mean(codes, scales, counts, segments, out)
     return out

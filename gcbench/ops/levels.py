@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key, Segments
-from gcbench.core.errors import PayloadError
 from gcbench.ops import bitstream, packing, statistics
-from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.dispatch import operation, output, part, payload_faults, vector
 from gcbench.ops.means import mean_onto
 from gcbench.ops.packing import BLOCK, packed_words
 from gcbench.ops.random import draws_for
-from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_
+from gcbench.ops.statistics import FLOAT_MAX, TINY, scale_, valid_scales
 
 NORMS = ("max", "2")
 CODINGS = ("fixed", "omega-dense", "omega-sparse")
@@ -25,9 +23,7 @@ FAULTS = {
     2: "a segment's codes are too large or too small for its norm",
 }
 
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(FAULTS[number])
+_fault = payload_faults(FAULTS)
 
 
 def bits(levels: int) -> int:
@@ -239,13 +235,13 @@ def _parts(
 def _checked(
     words: Tensor, width: int, norms: Tensor, exact: bool, levels: int, segments: Segments
 ) -> Tensor:
-    if not (((norms == 0) | (norms >= TINY * levels)) & norms.isfinite()).all():
-        raise PayloadError(FAULTS[1])
+    if not valid_scales(norms, TINY * levels):
+        raise _fault(1, {})
     symbols = packing.unpack(words, width, segments.numel).sub_(levels) if width else words
     tops = statistics.absmax(symbols.float(), segments)
     most = levels * (norms > 0)
     if (tops != most if exact else tops > most).any():
-        raise PayloadError(FAULTS[2])
+        raise _fault(2, {})
     return symbols
 
 
@@ -339,7 +335,6 @@ def _mean(
     words: Sequence[Tensor],
     norms: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     bits: int,
     exact: bool,
     levels: int,
@@ -381,7 +376,6 @@ def mean(
         [words for words, *_ in parts],
         [norms for *_, norms in parts],
         counts,
-        sum(counts),
         bits(levels),
         norm == "max",
         levels,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from gcbench.core.compressor import Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import half, packing
-from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.dispatch import operation, output, part, payload_faults, vector
 
 BITS = 3
 ESCAPE = 7
@@ -24,9 +23,7 @@ FAULTS = {
     5: half.NOT_FINITE,
 }
 
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+_fault = payload_faults(FAULTS)
 
 
 def _per_element(values: Tensor, segments: Segments) -> Tensor:

@@ -5,7 +5,7 @@ The library is built from `cuda/*.cpp` when the package is installed, once per i
 Python's C API, so one build works for every version of Python.
 
 To add a kernel: write it in `cuda/<family>.cpp` (over `cuda/loops.hpp` and the element codecs in
-`cuda/<family>.cuh`) with `GC_CALLED` after its C function, add its row to `ROWS`, and its inputs to
+`cuda/<family>.cuh`) with `GC_CALLED` after its function, add its row to `ROWS`, and its inputs to
 `tests/kernel_cases`.
 """
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -24,70 +25,69 @@ import torch
 from torch import Tensor
 
 import gcbench
-from gcbench.core.compressor import Key
+from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import GcbenchError
 from gcbench.ops import sources
 from gcbench.ops.dispatch import Kernel
+from gcbench.ops.spectrum import Rows
 
 ROWS = {
     "bitstream.omega_dense_read": "gc_omega_dense_read words #words n levels codes info",
     "bitstream.omega_dense_write": "gc_omega_dense_write codes n levels out",
     "bitstream.omega_sparse_read": "gc_omega_sparse_read words #words n levels codes info",
     "bitstream.omega_sparse_write": "gc_omega_sparse_write codes n levels out",
-    "blockfloat.decode_mx": "gc_mx_decode words scales n table m bits out threads",
-    "blockfloat.decode_nv": "gc_nv_decode words scales tops n table m out threads",
-    "blockfloat.encode_mx": "gc_mx_encode x n table m bits stochastic key words scales threads",
-    "blockfloat.encode_nv": "gc_nv_encode x n table m stochastic key words scales tops threads",
+    "blockfloat.decode_mx": "gc_mx_decode words scales n segments bits out threads",
+    "blockfloat.decode_nv": "gc_nv_decode words scales tops n segments out threads",
+    "blockfloat.encode_mx": "gc_mx_encode x n segments bits stochastic key words scales threads",
+    "blockfloat.encode_nv": "gc_nv_encode x n segments stochastic key words scales tops threads",
     "dct.forward": "gc_dct_forward x chunks #chunks matrices out threads",
     "dct.inverse": "gc_dct_inverse x chunks #chunks matrices out threads",
     "eden.decode": (
-        "gc_eden_decode words scales address n table m bits positive rotations out threads"
+        "gc_eden_decode words scales address n segments bits positive rotations out threads"
     ),
     "eden.encode": (
-        "gc_eden_encode x n table m address bits positive rotations least words scales threads"
+        "gc_eden_encode x n segments address bits positive rotations least words scales threads"
     ),
-    "fp8.decode": "gc_fp8_decode codes scales n table m out threads",
-    "fp8.encode": "gc_fp8_encode x n table m codes scales threads",
-    "hadamard.decode": "gc_hadamard_decode words scales n table m out threads",
-    "hadamard.encode": "gc_hadamard_encode x n table m words scales threads",
-    "hadamard.rotate": "gc_hadamard x table m out threads",
+    "fp8.decode": "gc_fp8_decode codes scales n segments out threads",
+    "fp8.encode": "gc_fp8_encode x n segments codes scales threads",
+    "hadamard.decode": "gc_hadamard_decode words scales n segments out threads",
+    "hadamard.encode": "gc_hadamard_encode x n segments words scales threads",
+    "hadamard.rotate": "gc_hadamard x segments out threads",
     "half.encode": "gc_half_encode x n brain out threads",
-    "half.mean": "gc_half_mean codes counts #codes workers n brain out threads",
-    "int8.decode": "gc_int8_decode codes scales n table m onto count out threads",
-    "int8.encode": "gc_int8_encode x n table m stochastic key workers codes scales threads",
-    "int8.mean": "gc_int8_mean codes scales counts #codes workers n table m out threads",
-    "levels.codes": "gc_level_codes x n table m norms levels key workers out threads",
+    "half.mean": "gc_half_mean codes counts #codes +counts n brain out threads",
+    "int8.decode": "gc_int8_decode codes scales n segments onto count out threads",
+    "int8.encode": "gc_int8_encode x n segments stochastic key codes scales threads",
+    "int8.mean": "gc_int8_mean codes scales counts #codes +counts n segments out threads",
+    "levels.codes": "gc_level_codes x n segments norms levels key out threads",
     "levels.decode": (
-        "gc_level_decode words bits norms exact levels n table m onto count out threads"
+        "gc_level_decode words bits norms exact levels n segments onto count out threads"
     ),
-    "levels.encode": "gc_level_encode x n table m norms levels bits key workers out threads",
-    "levels.encode_max": (
-        "gc_level_encode_max x n table m levels bits key workers norms out threads"
-    ),
+    "levels.encode": "gc_level_encode x n segments norms levels bits key out threads",
+    "levels.encode_max": ("gc_level_encode_max x n segments levels bits key norms out threads"),
     "levels.mean": (
-        "gc_level_mean words norms counts #words workers bits exact levels n table m out threads"
+        "gc_level_mean words norms counts #words +counts bits exact levels n segments out threads"
     ),
-    "levels.norms": "gc_level_norms x table m two levels out threads",
+    "levels.norms": "gc_level_norms x segments two levels out threads",
     "lossless.join": (
-        "gc_lossless_join fractions words tops escaped #escaped single n table m out"
+        "gc_lossless_join fractions words tops escaped #escaped single n segments out"
     ),
-    "lossless.split": "gc_lossless_split values single n table m fractions words tops escaped",
+    "lossless.split": "gc_lossless_split values single n segments fractions words tops escaped",
     "lowrank.orthonormalize": "gc_lowrank_orthonormalize vectors r n collapsed out",
     "lowrank.product": "gc_lowrank_product left right rank rows columns out threads",
-    "natural.encode": "gc_natural_encode x n key workers out threads",
-    "natural.mean": "gc_natural_mean words counts #words workers n out threads",
+    "natural.encode": "gc_natural_encode x n key out threads",
+    "natural.mean": "gc_natural_mean words counts #words +counts n out threads",
     "packing.pack": "gc_pack codes size n bits out threads",
     "packing.unpack": "gc_unpack words rows n bits out threads",
-    "random.draws24": "gc_draws24 key workers x n out threads",
+    "random.draws24": "gc_draws24 key x n out threads",
     "rangefloat.pack": "gc_range_pack values n groups m bits mantissa grids out threads",
     "rangefloat.unpack": "gc_range_unpack words grids m n groups bits mantissa out threads",
     "selection.gather": "gc_gather x n positions total out threads",
     "selection.largest_elements": "gc_largest_elements x runs #runs positions values threads",
-    "selection.limits": "gc_limits x table m bound limits threads",
+    "selection.limits": "gc_limits x segments bound limits threads",
     "selection.pack_bitmap": "gc_pack_bitmap positions total n words threads",
     "selection.pack_gaps": "gc_pack_gaps positions total n low codes words threads",
     "selection.random_positions": "gc_random_positions key runs #runs out threads",
-    "selection.reaching": "gc_reaching x table m limits positions values threads",
+    "selection.reaching": "gc_reaching x segments limits positions values threads",
     "selection.scatter": "gc_scatter values positions total out n threads",
     "selection.scatter_mean": (
         "gc_scatter_mean values positions totals #values count out n threads"
@@ -96,34 +96,33 @@ ROWS = {
     "selection.unpack_gaps": "gc_unpack_gaps codes words low n runs #runs total out threads",
     "selection.unpack_int32": "gc_unpack_int32 indices runs #runs total out threads",
     "sign.decode": "gc_sign_decode words n bits out threads",
-    "sign.encode": "gc_sign_encode x residual table m words low high lost threads",
-    "sign.mean": "gc_sign_mean words low high counts #words workers table m out threads",
+    "sign.encode": "gc_sign_encode x residual segments words low high lost threads",
+    "sign.mean": "gc_sign_mean words low high counts #words +counts segments out threads",
     "sign.pack": "gc_sign_pack x n bits out threads",
-    "sign.pack_above": "gc_sign_pack_above x table m square factor out threads",
-    "sign.values": "gc_sign_values words table m low high total count out threads",
+    "sign.pack_above": "gc_sign_pack_above x segments square factor out threads",
+    "sign.values": "gc_sign_values words segments low high total count out threads",
     "sign.vote": (
         "gc_sign_vote words counts bits #words voters n width quorum toss key out threads"
     ),
     "spectrum.mean": "gc_spectrum_mean values indices totals weights #values out bins threads",
-    "spectrum.restored": "gc_spectrum_restored x unit table m places out threads",
-    "spectrum.scaled": "gc_spectrum_scaled x table m peak tiny half places unit out threads",
-    "spectrum.unscaled": "gc_spectrum_unscaled bins unit table m places out energy threads",
-    "statistics.absmax": "gc_segment_absmax x table m out threads",
-    "statistics.moments": "gc_segment_statistics x table m nothing total square threads",
-    "ternary.encode": "gc_ternary_encode x n table m limit scale key workers out threads",
-    "ternary.mean": ("gc_ternary_mean words bits tops #words workers scale n table m out threads"),
+    "spectrum.restored": "gc_spectrum_restored x unit segments rows out threads",
+    "spectrum.scaled": "gc_spectrum_scaled x segments peak tiny half rows unit out threads",
+    "spectrum.unscaled": "gc_spectrum_unscaled bins unit segments rows out energy threads",
+    "statistics.absmax": "gc_segment_absmax x segments out threads",
+    "statistics.moments": "gc_segment_statistics x segments nothing total square threads",
+    "ternary.encode": "gc_ternary_encode x n segments limit scale key out threads",
+    "ternary.mean": ("gc_ternary_mean words bits tops #words workers scale n segments out threads"),
     "ternary.merge": "gc_ternary_merge words bits tops #words n width out threads",
-    "ternary.scales": "gc_ternary_scales x table m clip at_limit limit scale threads",
+    "ternary.scales": "gc_ternary_scales x segments clip at_limit limit scale threads",
     "transform.fold": "gc_spectrum_fold waves factors scale h inverse out threads",
-    "u8bit.decode": "gc_u8bit_decode codes scales n table m values out threads",
-    "u8bit.encode": "gc_u8bit_encode x n table m steps codes scales threads",
+    "u8bit.decode": "gc_u8bit_decode codes scales n segments values out threads",
+    "u8bit.encode": "gc_u8bit_encode x n segments steps codes scales threads",
 }
 """The C function of each operation, and its arguments by their names in the operation.
 
-`n`, `m` and `table` come from `segments` if the operation has no such argument. A key is passed as
-four numbers, and `workers` after it as the number of workers with correlated draws. `#name` is the
-length of the argument `name`, `threads` the number of torch's threads, and `nothing` a null
-pointer.
+`n` is the number of elements of `segments` if the operation has no such argument. `#name` is the
+length of the argument `name`, `+name` the sum of its numbers, `threads` the number of torch's
+threads, and `nothing` a null pointer.
 """
 
 ISAS = ("baseline", "avx2", "avx512")
@@ -201,10 +200,9 @@ class Library:
         library.gc_functions.restype = ctypes.c_char_p
         functions = {}
         for line in library.gc_functions().decode().splitlines():
-            name, *kinds = line.split()
-            call = library[name]
-            call.restype = ctypes.c_int64
-            call.argtypes = [_CTYPES.get(kind, ctypes.c_void_p) for kind in kinds]
+            name, address, *kinds = line.split()
+            types = [_CTYPES.get(kind, ctypes.c_void_p) for kind in kinds]
+            call = ctypes.CFUNCTYPE(ctypes.c_int64, *types)(int(address))
             functions[name] = Function(name, call, tuple(kinds))
         self.functions, self.isa = functions, isa
 
@@ -279,40 +277,49 @@ def using_isa(isa: str) -> Iterator[None]:
 # ---- kernels -------------------------------------------------------------------------------------
 
 
+def _key(key: Key) -> bytes:
+    """Return `gc::Key` of common.cuh."""
+    (low, high), step, who = key.words()
+    return struct.pack("QQIII4x", high << 32 | low, key.offset, step, who, key.workers)
+
+
+def _segments(segments: Segments) -> bytes:
+    """Return `gc::Segments` of loops.hpp, which refers to the memory of `segments.table`."""
+    start, count = segments.table.data_ptr(), len(segments)
+    return struct.pack("QQq", start, start + 8 * (count + 1), count)
+
+
+_POINTERS: dict[type, Callable[[Any], bytes | int]] = {
+    Key: _key,
+    Segments: _segments,
+    Rows: lambda rows: rows.table.data_ptr(),
+}
+"""What is passed as a pointer to a structure, by type."""
+
+
 def _row(text: str) -> Kernel:
     """Return the kernel for an entry of `ROWS`; it receives the operation's arguments by name."""
     name, *names = text.split()
 
     def kernel(**arguments: Any) -> int:
-        segments = arguments.get("segments")
         values: list[Any] = []
-        crew = 1  # workers with correlated draws
         for argument in names:
             if argument in arguments:
                 value = arguments[argument]
-                if isinstance(value, Key):
-                    (low, high), step, who = value.words()
-                    values += (high << 32 | low, value.offset, step, who)
-                    crew = value.workers
-                else:
-                    values.append(value)
+                pointer = _POINTERS.get(type(value))
+                values.append(pointer(value) if pointer else value)
             elif argument == "threads":
                 values.append(torch.get_num_threads())
-            elif argument == "workers":
-                values.append(crew)
             elif argument == "nothing":
                 values.append(None)
             elif argument[0] == "#":
                 values.append(len(arguments[argument[1:]]))
-            elif segments is None:
-                raise TypeError(f"{name}: no argument {argument} among {', '.join(arguments)}")
-            elif argument == "n":
-                values.append(segments.numel)
-            elif argument == "m":
-                values.append(len(segments))
+            elif argument[0] == "+":
+                values.append(sum(arguments[argument[1:]]))
+            elif argument == "n" and "segments" in arguments:
+                values.append(arguments["segments"].numel)
             else:
-                assert argument == "table", argument
-                values.append(segments.table)
+                raise TypeError(f"{name}: no argument {argument} among {', '.join(arguments)}")
         return library.functions[name](*values)
 
     return kernel

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Key
-from gcbench.core.errors import PayloadError
 from gcbench.ops import packing
-from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.dispatch import operation, output, part, payload_faults, vector
 from gcbench.ops.means import mean_of
 from gcbench.ops.packing import packed_words
 from gcbench.ops.random import draws_for
@@ -20,11 +18,7 @@ BITS = 9
 TOP = 254
 """The exponent field of 2^127; 255 is infinity and NaN."""
 
-BAD_CODE = "a code is infinity, NaN or negative zero"
-
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {BAD_CODE}")
+_fault = payload_faults({1: "a code is infinity, NaN or negative zero"})
 
 
 def power(exponent: Tensor) -> Tensor:
@@ -71,15 +65,13 @@ def _values(words: Tensor, n: int, name: str) -> Tensor:
     codes = packing.unpack(words, BITS, n)
     exponent = codes & 0xFF
     if ((exponent > TOP) | (codes == 1 << 8)).any():
-        raise PayloadError(f"{name}: {BAD_CODE}")
+        raise _fault(1, {"name": name})
     size = power(exponent)
     return torch.where(codes >> 8 == 1, -size, size)
 
 
 @operation(_fault)
-def _mean(
-    words: Sequence[Tensor], counts: Sequence[int], workers: int, n: int, name: str, out: Tensor
-) -> None:
+def _mean(words: Sequence[Tensor], counts: Sequence[int], n: int, name: str, out: Tensor) -> None:
     values = (_values(packed, n, name) for packed in words)
     out.copy_(mean_of(zip(values, counts, strict=True)))
 
@@ -105,5 +97,5 @@ def mean(
     ]
     counts = [count for _, count in payloads]
     out = output(out, torch.float32, n, device)
-    _mean(words, counts, sum(counts), n, name, out)
+    _mean(words, counts, n, name, out)
     return out

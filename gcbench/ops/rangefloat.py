@@ -33,7 +33,7 @@ from torch import Tensor
 
 from gcbench.core.errors import PayloadError
 from gcbench.ops import packing
-from gcbench.ops.dispatch import operation, output, vector
+from gcbench.ops.dispatch import operation, output, outputs, vector
 from gcbench.ops.packing import packed_words
 
 BITS = 16
@@ -196,9 +196,8 @@ def pack(
     check(bits, mantissa)
     n, m = grouped_values(groups), grouped_grids(groups)
     values = vector(values, torch.float32, n, "values")
-    places: Sequence[Tensor | None] = (None, None) if out is None else out
-    words = output(places[0], torch.int32, packed_words(n, bits), values.device)
-    grids = output(places[1], torch.int32, m, values.device)
+    sizes = (torch.int32, packed_words(n, bits)), (torch.int32, m)
+    words, grids = outputs(out, values.device, *sizes)
     if fixed is not None:
         grids.copy_(vector(fixed, torch.int32, m, "grids"))
         if not valid(grids, bits, mantissa).all():

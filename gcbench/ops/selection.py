@@ -39,7 +39,7 @@ from gcbench.core.compressor import Key, Layout, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.core.payload import all_finite
 from gcbench.ops import packing, rangefloat, statistics
-from gcbench.ops.dispatch import operation, output, vector
+from gcbench.ops.dispatch import operation, output, outputs, vector
 from gcbench.ops.packing import BLOCK, MAX_BITS, packed_words
 from gcbench.ops.random import WORD, philox
 from gcbench.ops.rangefloat import Groups, grouped_grids
@@ -459,10 +459,7 @@ def pack_positions(
     coding = position_coding(coding, n, total)
     positions = vector(positions, torch.int64, total, "positions")
     layout = position_layout(coding, n, total)
-    slots: Sequence[Tensor | None] = (None,) * len(layout) if out is None else out
-    parts = tuple(
-        output(slot, dtype, size, device) for slot, (dtype, size) in zip(slots, layout, strict=True)
-    )
+    parts = tuple(outputs(out, device, *layout))
     if coding == "int32":
         parts[0].copy_(positions)
     elif coding == "bitmap":

@@ -19,7 +19,7 @@ from torch import Tensor
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import PayloadError
 from gcbench.ops import packing, statistics
-from gcbench.ops.dispatch import operation, output, part, vector
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
 from gcbench.ops.means import mean_onto
 from gcbench.ops.packing import LANES, packed_words
 from gcbench.ops.random import draws24
@@ -42,13 +42,12 @@ WRONG = {
 """Errors of a payload of signs, by the kernels' error numbers."""
 
 
+_fault = payload_faults(WRONG)
+
+
 def wrong(name: str, number: int) -> PayloadError:
     """Return the error for a payload of the method `name`; `number` is a key of `WRONG`."""
-    return PayloadError(f"{name}: {WRONG[number]}")
-
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return wrong(arguments["name"], number)
+    return _fault(number, {"name": name})
 
 
 # ---- packed signs --------------------------------------------------------------------------------
@@ -186,7 +185,9 @@ def vote(
         raise ValueError(
             f"{len(words)} payloads, {len(counts)} counts, {len(bits)} bits: expected equal numbers"
         )
-    number, device = voters(counts, name), words[0].device
+    number, device = sum(counts), words[0].device
+    if min(counts) < 1 or number >= VOTES:
+        raise PayloadError(f"{name}: votes of {counts} workers: expected 1 to {VOTES - 1} in all")
     ballots = [
         part(packed, torch.int32, packed_words(n, size), f"{name}: {n} signs of {size} bits")
         for packed, size in zip(words, bits, strict=True)
@@ -206,17 +207,6 @@ def vote(
         out,
     )
     return out
-
-
-def voters(counts: Sequence[int], name: str) -> int:
-    """Return the sum of `counts`, the number of votes.
-
-    Raises:
-        PayloadError: a count is below 1, or the sum is `VOTES` or more.
-    """
-    if min(counts) < 1 or sum(counts) >= VOTES:
-        raise PayloadError(f"{name}: votes of {counts} workers: expected 1 to {VOTES - 1} in all")
-    return sum(counts)
 
 
 # ---- signs with values: encoding -----------------------------------------------------------------
@@ -297,9 +287,8 @@ def _encoded(
 ) -> list[Tensor]:
     n, m, device = segments.numel, len(segments), x.device
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None,) * (2 + classes) if out is None else out
-    words = output(slots[0], torch.int32, packed_words(n, 1), device)
-    values = [output(slot, torch.float32, m, device) for slot in slots[1:]]
+    sizes = [(torch.float32, m)] * (1 + classes)
+    words, *values = outputs(out, device, (torch.int32, packed_words(n, 1)), *sizes)
     _encode(
         x,
         None if residual is None else vector(residual, torch.float32, n, "residual"),
@@ -501,7 +490,6 @@ def _mean(
     low: Sequence[Tensor] | None,
     high: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     segments: Segments,
     name: str,
     out: Tensor,
@@ -546,7 +534,6 @@ def mean(
         [pair[0] for pair in values] if len(values[0]) == 2 else None,
         [pair[-1] for pair in values],
         counts,
-        sum(counts),
         segments,
         name,
         out,

@@ -171,19 +171,19 @@ def _places(segments: Segments, rows: Rows, device: torch.device) -> Tensor:
     return _each(shift.to(device), segments).add_(torch.arange(segments.numel, device=device))
 
 
-def _table(rows: Rows | None, segments: Segments) -> tuple[Tensor | None, int]:
-    """Return the table of `rows`, on the CPU, and the size of their buffer.
+def _size(rows: Rows | None, segments: Segments) -> int:
+    """Return the size of the rows' buffer, or without `rows` that of the segments.
 
     Raises:
         ValueError: the number of rows is not that of the segments.
     """
     if rows is None:
-        return None, segments.numel
+        return segments.numel
     if len(rows.starts) != len(segments):
         raise ValueError(
             f"{len(rows.starts)} rows for {len(segments)} segments: expected one row per segment"
         )
-    return rows.table, rows.numel
+    return rows.numel
 
 
 @operation()
@@ -194,7 +194,6 @@ def _scaled(
     tiny: float,
     half: bool,
     rows: Rows | None,
-    places: int,
     unit: Tensor,
     out: Tensor,
 ) -> None:
@@ -230,13 +229,10 @@ def scaled(
     then be 2^13. `rows`: positions of the segments in the result, which then has shape
     (rows.numel,).
     """
-    table, n = _table(rows, segments)
     x = vector(x, torch.float32, segments.numel)
     unit = output(None, torch.float32, len(segments), x.device)
-    out = output(out, torch.float32, n, x.device)
-    _scaled(
-        x, segments, peak, tiny, half, rows, 0 if table is None else table.data_ptr(), unit, out
-    )
+    out = output(out, torch.float32, _size(rows, segments), x.device)
+    _scaled(x, segments, peak, tiny, half, rows, unit, out)
     return out, unit
 
 
@@ -246,7 +242,6 @@ def _unscaled(
     unit: Tensor,
     segments: Segments,
     rows: Rows | None,
-    places: int,
     out: Tensor,
     energy: Tensor,
 ) -> None:
@@ -278,19 +273,16 @@ def unscaled(
     n, device = segments.numel, bins.device
     if n % 2:
         raise ValueError(f"segments of {n} floats: expected two per bin")
-    table, size = _table(rows, segments)
-    bins = vector(bins, torch.float32, size, "bins")
+    bins = vector(bins, torch.float32, _size(rows, segments), "bins")
     unit = vector(unit, torch.float32, len(segments), "unit")
     out = output(out, torch.float32, n, device)
     energy = output(energy, torch.float32, n // 2, device, "energy")
-    _unscaled(bins, unit, segments, rows, 0 if table is None else table.data_ptr(), out, energy)
+    _unscaled(bins, unit, segments, rows, out, energy)
     return out, energy
 
 
 @operation()
-def _restored(
-    x: Tensor, unit: Tensor, segments: Segments, rows: Rows | None, places: int, out: Tensor
-) -> None:
+def _restored(x: Tensor, unit: Tensor, segments: Segments, rows: Rows | None, out: Tensor) -> None:
     if rows is not None:
         x = x[_places(segments, rows, x.device)]
     torch.mul(x, _each(unit, segments), out=out).clamp_(-FLOAT_MAX, FLOAT_MAX)
@@ -309,11 +301,10 @@ def restored(
     `unit`: float32, shape (m,). `rows`: positions of the segments in `x`, which then has shape
     (rows.numel,). `out`: the output tensor, which may be `x` without `rows`.
     """
-    table, size = _table(rows, segments)
-    x = vector(x, torch.float32, size)
+    x = vector(x, torch.float32, _size(rows, segments))
     unit = vector(unit, torch.float32, len(segments), "unit")
     out = output(out, torch.float32, segments.numel, x.device)
-    _restored(x, unit, segments, rows, 0 if table is None else table.data_ptr(), out)
+    _restored(x, unit, segments, rows, out)
     return out
 
 

@@ -47,6 +47,38 @@ def clamp_(x: Tensor, limit: Tensor, segments: Segments) -> Tensor:
     return x
 
 
+# ---- blocks with one scale each ------------------------------------------------------------------
+
+
+def shares(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Return x / a, float32, shape (n,), and a, float32, shape (m,), the max |x| of each segment.
+
+    a is 0 if it is below `TINY`. x / a is 0 where a is 0 or not finite.
+    """
+    top = absmax(x, segments)
+    divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
+    quotient = x.clone()
+    for which, rows in segments.views(quotient):
+        rows.div_(divisor[which].unsqueeze(1))
+    return quotient.nan_to_num_(nan=0.0), torch.where(top < TINY, 0.0, top)
+
+
+def valid_scales(scales: Tensor, least: float = TINY) -> bool:
+    """Return whether each scale is 0, or finite and at least `least`."""
+    return bool((scales.isfinite() & ((scales == 0) | (scales >= least))).all())
+
+
+def coded_in_zeros(codes: Tensor, scales: Tensor, segments: Segments, zero: int = 0) -> bool:
+    """Return whether a segment whose scale is 0 has a code or value, (n,), other than `zero`."""
+    return any(
+        bool(((scales[which] == 0).unsqueeze(1) & (rows != zero)).any())
+        for which, rows in segments.views(codes)
+    )
+
+
+# ---- sums in a fixed order -----------------------------------------------------------------------
+
+
 def _halve(tiles: Tensor) -> Tensor:
     """Sum the last axis, of length 2^k, by repeatedly adding its second half to its first."""
     while tiles.shape[-1] > 1:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gcbench.core.compressor import Segments
-from gcbench.core.errors import PayloadError
-from gcbench.ops import statistics
-from gcbench.ops.dispatch import operation, output, part, vector
-from gcbench.ops.statistics import TINY, scale_
+from gcbench.ops.dispatch import operation, output, outputs, part, payload_faults, vector
+from gcbench.ops.statistics import coded_in_zeros, scale_, shares, valid_scales
 
 _CENTERS = [
     10.0 ** (i - 6) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(1, 7) for j in range(2**i)
@@ -42,8 +39,8 @@ def _steps() -> Tensor:
 STEPS = _steps()
 """Codes of the float32 in [0, 1] by their upper 16 bits u and lower 16 bits v, int32:
 (STEPS[u] + v) >> 16."""
-VALUES = torch.cat((-LEVELS.flip(0), LEVELS[1:]))
-"""The values of the codes -127 to 127, float32."""
+VALUES = torch.cat((torch.tensor([torch.nan]), -LEVELS.flip(0), LEVELS[1:]))
+"""The values of the codes -128 (unused) to 127, float32."""
 
 FAULTS = {
     1: "a scale must be 0, or finite and at least 2^-100",
@@ -51,22 +48,16 @@ FAULTS = {
     3: "nonzero codes in a block of scale 0",
 }
 
-
-def _fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:
-    return PayloadError(f"{arguments['name']}: {FAULTS[number]}")
+_fault = payload_faults(FAULTS)
 
 
 @operation()
 def _encode(x: Tensor, segments: Segments, steps: Tensor, codes: Tensor, scales: Tensor) -> None:
-    top = statistics.absmax(x, segments)
-    divisor = torch.where((top >= TINY) & top.isfinite(), top, torch.inf)
-    shares = x.abs()
-    for which, rows in segments.views(shares):
-        rows /= divisor[which].unsqueeze(1)
-    bits = shares.nan_to_num_(nan=0.0).view(torch.int32)
+    share, top = shares(x, segments)
+    bits = share.abs_().view(torch.int32)
     sizes = (steps.index_select(0, bits >> 16) + (bits & 0xFFFF)) >> 16
     torch.mul(sizes.to(torch.int8), x.sign().to(torch.int8), out=codes)
-    scales.copy_(torch.where(top < TINY, 0.0, top))
+    scales.copy_(top)
 
 
 def encode(
@@ -83,9 +74,7 @@ def encode(
     """
     n, m = segments.numel, len(segments)
     x = vector(x, torch.float32, n)
-    slots: Sequence[Tensor | None] = (None, None) if out is None else out
-    codes = output(slots[0], torch.int8, n, x.device)
-    scales = output(slots[1], torch.float32, m, x.device)
+    codes, scales = outputs(out, x.device, (torch.int8, n), (torch.float32, m))
     steps = STEPS.to(x.device)
     _encode(x, segments, steps, codes, scales)
     return codes, scales
@@ -96,15 +85,13 @@ def _decode(
     codes: Tensor, scales: Tensor, segments: Segments, values: Tensor, name: str, out: Tensor
 ) -> None:
     arguments = {"name": name}
-    if not (scales.isfinite() & ((scales == 0) | (scales >= TINY))).all():
+    if not valid_scales(scales):
         raise _fault(1, arguments)
     if codes.numel() and int(codes.min()) == -128:
         raise _fault(2, arguments)
-    torch.index_select(values, 0, codes.int().add_(127), out=out)
-    for which, rows in segments.views(out):
-        zero = scales[which] == 0
-        if zero.any() and rows[zero].any():
-            raise _fault(3, arguments)
+    torch.index_select(values, 0, codes.int().add_(128), out=out)
+    if coded_in_zeros(codes, scales, segments):
+        raise _fault(3, arguments)
     scale_(out, scales, segments)
 
 

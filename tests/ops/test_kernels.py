@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import struct
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -316,21 +318,24 @@ HUGE = 2**57
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("gc_level_norms", (None, None, HUGE, 1, 7, None)),
-        ("gc_spectrum_scaled", (None, None, HUGE, 1.0, 0.0, 0, None, None, None)),
+        ("gc_level_norms", (None, "segments", 1, 7, None)),
+        ("gc_spectrum_scaled", (None, "segments", 1.0, 0.0, 0, None, None, None)),
         ("gc_spectrum_mean", (None, None, None, None, HUGE, None, 2**16)),
-        ("gc_segment_statistics", (None, "tiles", 0, None, None, None)),
-        ("gc_ternary_scales", (None, "tiles", 0, 2.5, 0, None, None)),
+        ("gc_segment_statistics", (None, "tiles", None, None, None)),
+        ("gc_ternary_scales", (None, "tiles", 2.5, 0, None, None)),
         ("gc_range_pack", (None, 0, None, HUGE, 10, 6, None, None)),
-        ("gc_random_positions", (1, 0, 0, 0, "run", 1, None)),
-        ("gc_hadamard_encode", (None, 1024, "tiles", 1, None, None)),
+        ("gc_random_positions", (bytes(32), "run", 1, None)),
+        ("gc_hadamard_encode", (None, 1024, "tiles", None, None)),
         ("gc_lowrank_orthonormalize", (None, HUGE, 1, 0.5)),  # and `out`
         ("gc_scatter_mean", (None, None, None, HUGE, 1.0, None, 2**16)),
     ],
 )
 def test_without_memory_a_kernel_raises(name, arguments, number):
+    ends = array("q", [0, HUGE])  # of a segment: elements, and tiles
+    place, _ = ends.buffer_info()
     tables = {
-        "tiles": [0, HUGE],  # where a segment begins and ends, or how many tiles lie before
+        "tiles": struct.pack("QQq", place, place, 1),
+        "segments": struct.pack("QQq", place, place, HUGE),
         "run": [0, 1, 2**50, 2**49],
     }
     settings = [tables[x] if isinstance(x, str) else x for x in arguments]

@@ -111,13 +111,6 @@ def compile_family(family: str, arch: str, *, verbose: bool = False) -> Compiled
     return Compiled(cubin, log.getvalue())
 
 
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels: `kernels` in the project's cache."""
-    from gcbench.core import data
-
-    return data.cache() / "kernels"
-
-
 def _key(family: str, arch: str) -> str:
     """Return the file name of a compiled family, with a hash of sources, options and versions."""
     path = _path(family)
@@ -139,7 +132,9 @@ def cached_cubin(family: str, arch: str) -> bytes:
     Raises:
         CompileError: see `compile_family`.
     """
-    folder, name = cache_folder(), _key(family, arch)
+    from gcbench.core import data
+
+    folder, name = data.cache() / "kernels", _key(family, arch)
     try:
         entry = (folder / name).read_bytes()
     except OSError:

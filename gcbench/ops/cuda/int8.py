@@ -53,7 +53,6 @@ def mean(
     codes: Sequence[Tensor],
     scales: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     segments: Segments,
     out: Tensor,
 ) -> Flag | None:

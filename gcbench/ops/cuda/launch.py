@@ -2,7 +2,7 @@
 
 The host code of an operation obtains the launcher of its tensors' device from `launcher(device)`
 and calls `launch` with the arguments of `cuLaunchKernel`. It does not depend on the kind of
-launcher, so tests run the same host code as a GPU.
+launcher, so tests that put another one into `_launchers` run the same host code as a GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ import ctypes
 import importlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from ctypes import c_double as f64
-from ctypes import c_float as f32
-from ctypes import c_int32 as i32
-from ctypes import c_int64 as i64
-from ctypes import c_uint32 as u32
-from ctypes import c_uint64 as u64
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -29,26 +23,13 @@ from gcbench.core.errors import GcbenchError
 from gcbench.ops.cuda.compile import cached_cubin
 from gcbench.ops.sources import cuda_families
 
-__all__ = [
-    "Argument",
-    "DeviceLauncher",
-    "KeyArgument",
-    "LaunchError",
-    "Launcher",
-    "blocks_for",
-    "f32",
-    "f64",
-    "i32",
-    "i64",
-    "launcher",
-    "packed",
-    "u32",
-    "u64",
-    "use_launcher",
-]
-
-Scalar: TypeAlias = f32 | f64 | i32 | i64 | u32 | u64
-Argument: TypeAlias = Tensor | Scalar | ctypes.Structure | None
+f32 = ctypes.c_float
+f64 = ctypes.c_double
+i32 = ctypes.c_int32
+i64 = ctypes.c_int64
+u32 = ctypes.c_uint32
+u64 = ctypes.c_uint64
+Argument: TypeAlias = Tensor | f32 | f64 | i32 | i64 | u32 | u64 | ctypes.Structure | None
 """A kernel's argument: a tensor or None is passed as a pointer, everything else by value."""
 Grid: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, int, int, int, int, int]
@@ -235,36 +216,26 @@ class DeviceLauncher:
                     f"{kernel}: argument {place} is on {arg.device}: expected {self.device}"
                 )
         shape = checked_shape(grid, block, shared)
-        if torch.cuda.current_device() == self.device.index:
-            self._launch(family, kernel, shape, args, shared)
-        else:
-            with torch.cuda.device(self.device):
-                self._launch(family, kernel, shape, args, shared)
-
-    def _launch(
-        self,
-        family: str,
-        kernel: str,
-        shape: Shape,
-        args: Sequence[Argument],
-        shared: int,
-    ) -> None:
-        self._enter()
-        functions = self._functions.get(family) or self._load(family)
-        if kernel not in functions or not kernel:
-            choices = ", ".join(sorted(filter(None, functions)))
-            raise LaunchError(f"{family}.cu has no kernel {kernel!r}: expected one of {choices}")
-        handle = torch.cuda.current_stream(self.device).cuda_stream
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = self._streams[handle] = self._driver.CUstream(handle)
-        pointers, alive = packed(args)
-        # The driver copies the arguments before it returns.
-        (error,) = self._driver.cuLaunchKernel(
-            functions[kernel], *shape, shared, stream, ctypes.addressof(pointers), 0
-        )
-        del alive
-        self._raise(error, f"{family}.cu: {kernel} cannot be launched")
+        current = torch.cuda.current_device() == self.device.index
+        with contextlib.nullcontext() if current else torch.cuda.device(self.device):
+            self._enter()
+            functions = self._functions.get(family) or self._load(family)
+            if kernel not in functions or not kernel:
+                choices = ", ".join(sorted(filter(None, functions)))
+                raise LaunchError(
+                    f"{family}.cu has no kernel {kernel!r}: expected one of {choices}"
+                )
+            handle = torch.cuda.current_stream(self.device).cuda_stream
+            stream = self._streams.get(handle)
+            if stream is None:
+                stream = self._streams[handle] = self._driver.CUstream(handle)
+            pointers, alive = packed(args)
+            # The driver copies the arguments before it returns.
+            (error,) = self._driver.cuLaunchKernel(
+                functions[kernel], *shape, shared, stream, ctypes.addressof(pointers), 0
+            )
+            del alive
+            self._raise(error, f"{family}.cu: {kernel} cannot be launched")
 
 
 def kernels_of(cubin: bytes) -> list[str]:
@@ -279,7 +250,7 @@ def launcher(device: torch.device | str) -> Launcher:
     """Return the launcher of `device`, created once per process.
 
     Raises:
-        LaunchError: `device` is not a CUDA device, and `use_launcher` has not replaced it.
+        LaunchError: `device` is not a CUDA device.
     """
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
@@ -288,17 +259,3 @@ def launcher(device: torch.device | str) -> Launcher:
     if result is None:
         result = _launchers[where] = DeviceLauncher(where)
     return result
-
-
-@contextlib.contextmanager
-def use_launcher(device: torch.device | str, stand_in: Launcher) -> Iterator[None]:
-    """Let `stand_in` run the kernels for tensors on `device` inside a with block."""
-    where = torch.device(device)
-    before = _launchers.get(where)
-    _launchers[where] = stand_in
-    try:
-        yield
-    finally:
-        _launchers.pop(where)
-        if before is not None:
-            _launchers[where] = before

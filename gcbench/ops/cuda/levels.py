@@ -100,7 +100,6 @@ def mean(
     words: Sequence[Tensor],
     norms: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     bits: int,
     exact: bool,
     levels: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gcbench.core.compressor import TILE, Key
@@ -18,22 +17,6 @@ def draws24(key: Key, x: Tensor | None, n: int, out: Tensor) -> None:
     grid = blocks_for(64 * tiles, THREADS)  # two halves of 32 lanes
     args = (out, i64(n), i64(2 * tiles), KeyArgument.of(key))
     launcher(out.device).launch("random", "draws24", grid, THREADS, args)
-
-
-def random_words(key: Key, n: int, device: torch.device | str = "cuda") -> Tensor:
-    """Like `selection.random_words`.
-
-    Only tests use it: other kernels draw words themselves, by the same device function.
-    """
-    argument = KeyArgument.of(key)
-    out = torch.empty(n, dtype=torch.int32, device=device)
-    if n:
-        blocks = (key.offset + n - 1) // 4 - key.offset // 4 + 1
-        args = (out, i64(n), i64(blocks), argument)
-        launcher(out.device).launch(
-            "random", "random_words", blocks_for(blocks, THREADS), THREADS, args
-        )
-    return out
 
 
 KERNELS: dict[str, Kernel] = {"random.draws24": draws24}

@@ -256,7 +256,6 @@ def mean(
     low: Sequence[Tensor] | None,
     high: Sequence[Tensor],
     counts: Sequence[int],
-    workers: int,
     segments: Segments,
     name: str,
     out: Tensor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_void_p
@@ -64,34 +63,11 @@ class Payloads(Structure):
     )
 
 
-class Summands(Structure):
-    """The kernels' `Summands`: codes and number of workers of each payload; their number."""
-
-    _fields_ = (
-        ("parts", c_void_p * MOST_PAYLOADS),
-        ("counts", c_float * MOST_PAYLOADS),
-        ("number", c_int32),
-    )
-
-
-def summands(codes: Sequence[Tensor], counts: Sequence[int]) -> list[tuple[Summands, f32]]:
-    """Return the payloads and the divisor of each launch of a mean.
-
-    The last launch divides by the number of all workers, the others by 1.
-    """
-    launches = []
-    for start in range(0, len(codes), MOST_PAYLOADS):
-        few = codes[start : start + MOST_PAYLOADS]
-        argument = Summands(number=len(few))
-        for i, tensor in enumerate(few):
-            argument.parts[i], argument.counts[i] = tensor.data_ptr(), counts[start + i]
-        launches.append((argument, f32(1.0)))
-    launches[-1] = launches[-1][0], f32(sum(counts))
-    return launches
-
-
 class SegmentSummands(Structure):
-    """The kernels' `SegmentSummands`: `Summands` with one or two values per segment."""
+    """The kernels' `SegmentSummands`: payloads of one launch of a mean; their number.
+
+    Per payload its codes, one or two values per segment, and the number of its workers.
+    """
 
     _fields_ = (
         ("parts", c_void_p * MOST_PAYLOADS),
@@ -108,17 +84,20 @@ def segment_summands(
     high: Sequence[Tensor],
     counts: Sequence[int],
 ) -> list[tuple[SegmentSummands, f32]]:
-    """Like `summands`, for payloads with one or two values per segment."""
+    """Return the payloads and the divisor of each launch of a mean.
+
+    The last launch divides by the number of all workers, the others by 1.
+    """
     launches = []
-    for start, (part, divisor) in zip(
-        itertools.count(0, MOST_PAYLOADS), summands(codes, counts), strict=False
-    ):
-        argument = SegmentSummands(part.parts, counts=part.counts, number=part.number)
-        for i in range(part.number):
+    for start in range(0, len(codes), MOST_PAYLOADS):
+        argument = SegmentSummands(number=min(MOST_PAYLOADS, len(codes) - start))
+        for i in range(argument.number):
+            argument.parts[i], argument.counts[i] = codes[start + i].data_ptr(), counts[start + i]
             argument.high[i] = high[start + i].data_ptr()
             if low is not None:
                 argument.low[i] = low[start + i].data_ptr()
-        launches.append((argument, divisor))
+        launches.append((argument, f32(1.0)))
+    launches[-1] = launches[-1][0], f32(sum(counts))
     return launches
 
 
