@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gcbench.core import progress
 from gcbench.profile.bandwidth.picture import draw
-from gcbench.profile.bandwidth.settings import KIND, Settings, items, plan
+from gcbench.profile.bandwidth.settings import KIND, Settings, items
 from gcbench.profile.bandwidth.tables import summarize
 from gcbench.profile.bandwidth.worker import measure
 from gcbench.report import analysis
@@ -38,7 +38,7 @@ def _worker(
     world = engines.join(member, settings.device, settings.threads)
     leads = world.ranks[0] == 0
     finished = leads and not force and _finished(Path(folder)) is not None
-    measure(world, plan(settings), Path(folder), mode, afresh=force, finished=finished)
+    measure(world, settings, Path(folder), mode, afresh=force, finished=finished)
     world.close()  # not after an error: report it before the others lose the connection
 
 

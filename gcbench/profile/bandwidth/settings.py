@@ -12,7 +12,7 @@ from gcbench import ops
 from gcbench.core import exchange
 from gcbench.core.compressor import COLLECTIVES
 from gcbench.core.errors import UsageError, unknown
-from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item, Plan
+from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item
 from gcbench.training import configuration, limits, methods, rank
 
 KIND = "bandwidth"
@@ -204,20 +204,6 @@ def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
                 wanted = named
         result += [(spec, name, name in legal) for name in wanted]
     return result
-
-
-def plan(settings: Settings) -> Plan:
-    """Return the plan of each worker."""
-    return Plan(
-        items=items(settings),
-        sizes=settings.sizes,
-        iterations=settings.iterations,
-        warmup=settings.warmup,
-        backend=settings.backend,
-        threads=settings.threads,
-        seed=settings.seed,
-        with_memory=settings.memory,
-    )
 
 
 def command(settings: Settings) -> str:
