@@ -360,7 +360,7 @@ def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list
         if spec not in best or _badness(row) < _badness(best[spec]):
             best[spec] = row
     ranked: list[Row] = []
-    band = settings.bands.plain.error
+    band = settings.bands.plain
     for verdict in ORDER:
         left = {spec: row for spec, row in best.items() if row["advice"] == verdict}
         while left:
@@ -507,9 +507,7 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
     plan = [{**row(ALONE, workers * compute), "changes": "fewer examples per step"}]
     plan += [row(FP32, plain), row(BF16, half)]
     if not settings.sharded:
-        network = prepared.network
-        options = {"sharded": True, "frozen": network.frozen, "arrival": network.arrival}
-        shard = Plain(network.shapes, compute, FLOAT // 2, 0.0, **options)
+        shard = Plain(prepared.network, compute, FLOAT // 2, 0.0, sharded=True)
         sharded = row(SHARDED, shard.seconds(workers, cluster))
         plan.append({**sharded, "changes": "memory per worker"})
         wait = half - compute
@@ -557,7 +555,7 @@ def _answer(
 ) -> list[str]:
     """Return the answer as sentences: what to try, why, what to run to know, lines to paste."""
     workers, bands = settings.workers[0], settings.bands
-    band = bands.plain.error
+    band = bands.plain
     over = {str(row["option"]): float(row["over_alone"] or 0) for row in plan}
     rows = {_by(row): row for row in methods}
     tried = [_by(row) for row in methods if row["advice"] == TRY]

@@ -207,21 +207,6 @@ class Cluster(_Model):
             return ("flat",)
         return ("flat", "nodes") if self.topology == "best" else (self.topology,)
 
-    def between(self) -> Cluster:
-        """Return the cluster in which each node counts as one worker."""
-        return self.model_copy(update={"gpus_per_node": 1})
-
-    def inside_seconds(
-        self, nbytes: float, workers: int, kind: str = "allreduce", calls: int = 1
-    ) -> float:
-        """Return the seconds of a collective inside a node, on gradients of `nbytes` bytes.
-
-        An all-reduce is the time to add gradients before the exchange between nodes and to
-        distribute the mean after it; a reduce-scatter only adds.
-        """
-        inside = workers // self.nodes_of(workers)
-        return self.seconds(kind, nbytes, inside, calls)
-
 
 _BUILT_IN: dict[str, dict[str, Any]] = _DATA["clusters"]
 NAMES = tuple(_BUILT_IN)
