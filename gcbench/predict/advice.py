@@ -230,7 +230,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     brief = [*gaining[:1], *(row for row in plan if row["option"] in (BF16, ALONE))]
     brief += [*gaining[1:BRIEF], *(row for row in plan if row["advice"] == CHANGES)]
     what = unit(prepared).capitalize()
-    seen = _evidence_rows(settings, prepared, gathered.rows)
+    seen = _evidence_rows(prepared, losses)
     return Analysis.of(
         KIND,
         settings,
@@ -434,20 +434,16 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     return row
 
 
-def _evidence_rows(
-    settings: Settings, prepared: Prepared, gathered: Sequence[Evidence]
-) -> list[Row]:
+def _evidence_rows(prepared: Prepared, losses: LossesBySteps) -> list[Row]:
     """Return a row per piece of evidence on the methods in question."""
     rows: list[Row] = []
+    counting: dict[str, dict[int, Evidence]] = {}
+    for (spec, _), each in losses.items():
+        counting.setdefault(spec, {}).update((id(one), one) for one in each.counting)
     inputs, numel = prepared.network.inputs, prepared.network.numel
-    for spec in dict.fromkeys(spec for spec, _ in prepared.steps):
-        counting: dict[int, Evidence] = {}
-        for (name, _), step in prepared.steps.items():
-            if name == spec:
-                losses = losses_of(settings, step, gathered, inputs)
-                counting |= {id(one): one for one in losses.counting}
-        near = set(map(id, evidence.nearest([*counting.values()], inputs).near))
-        for key, one in counting.items():
+    for spec, pieces in counting.items():
+        near = set(map(id, evidence.nearest([*pieces.values()], inputs).near))
+        for key, one in pieces.items():
             first, config = one.row.first, one.row.runs[0].config
             points = one.row.metric == "accuracy"
             scale = 100.0 if points else 1.0

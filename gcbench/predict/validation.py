@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from gcbench.core import files, progress
-from gcbench.predict.clusters import BACKWARD, Cluster, make
+from gcbench.predict.clusters import BACKWARD, Cluster, Device, Link
 from gcbench.predict.transport import LARGE
 from gcbench.profile.breakeven import rate_text
 from gcbench.report import figures
@@ -86,10 +86,16 @@ class Measured(BaseModel):
     @property
     def cluster(self) -> Cluster:
         """The measured links, in rings without latency."""
-        link = {"gbit": self.gbit}
-        device = {"name": "any", "tflops": 1, "memory_gbyte": 1}
-        settings = {"name": "row", "gpus_per_node": 1, "device": device, "algorithm": "ring"}
-        return make({**settings, "intra": link, "inter": link, "transport": self.transport}, "row")
+        link, device = Link(gbit=self.gbit), Device(name="any", tflops=1, memory_gbyte=1)
+        return Cluster(
+            name="row",
+            gpus_per_node=1,
+            device=device,
+            intra=link,
+            inter=link,
+            transport=self.transport,
+            algorithm="ring",
+        )
 
     def predict(self) -> float:
         """Return the predicted seconds."""

@@ -296,19 +296,12 @@ def test_more_workers_than_a_method_supports_are_refused() -> None:
 
 
 def flat(**changes) -> clusters.Cluster:
-    return clusters.make(
-        {
-            "name": "flat",
-            "gpus_per_node": 1,
-            "device": "v100",
-            "intra": {"gbit": 10, "latency_us": 50},
-            "inter": {"gbit": 10, "latency_us": 50},
-            "algorithm": "ring",
-            "transport": "achieved",
-            **changes,
-        },
-        "test",
-    )
+    settings = {
+        **{"name": "flat", "gpus_per_node": 1, "device": clusters.DEVICES["v100"]},
+        **dict.fromkeys(("intra", "inter"), {"gbit": 10, "latency_us": 50}),
+        **{"algorithm": "ring", "transport": "achieved"},
+    }
+    return clusters.Cluster.model_validate({**settings, **changes})
 
 
 @pytest.mark.parametrize(
@@ -493,7 +486,7 @@ def test_computation_follows_published_throughput(device, network, batch, millis
 
 def test_every_published_rate_has_a_source_and_a_plausible_utilization() -> None:
     for (device, network), one in throughput.PUBLISHED.items():
-        assert one.url.startswith("https://")
+        assert throughput.SOURCES[one.source]["url"].startswith("https://")
         assert (one.device, one.network) == (device, network)
         assert 0.1 < one.utilization < 0.8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,12 +83,8 @@ def noise(seconds: Sequence[float]) -> list[str]:
 
 def pays_from(sizes: Sequence[int], pays: Mapping[int, bool]) -> int | None:
     """Return the smallest size such that the exchange pays at it and at all larger sizes."""
-    smallest = None
-    for size in sorted(sizes, reverse=True):
-        if not pays.get(size, False):
-            break
-        smallest = size
-    return smallest
+    paying = itertools.takewhile(pays.get, sorted(sizes, reverse=True))
+    return min(paying, default=None)
 
 
 # ---- tables --------------------------------------------------------------------------------------
