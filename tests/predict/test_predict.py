@@ -298,7 +298,7 @@ def test_more_workers_than_a_method_supports_are_refused() -> None:
 def flat(**changes) -> clusters.Cluster:
     settings = {
         **{"name": "flat", "gpus_per_node": 1, "device": clusters.DEVICES["v100"]},
-        **dict.fromkeys(("intra", "inter"), {"gbit": 10, "latency_us": 50}),
+        **{key: {"gbit": 10, "latency_us": 50} for key in ("intra", "inter")},
         **{"algorithm": "ring", "transport": "achieved"},
     }
     return clusters.Cluster.model_validate({**settings, **changes})
@@ -1127,8 +1127,9 @@ def test_a_row_by_hand() -> None:
     )  # fmt: skip
     rate = 0.94e9 / 8
     ring, buffers = 1.5 * 30_846_720 * 4 / rate, 6 * 131_072 * 8 * 8 / rate
-    waits = 2 / 3 * row.compute * 50_257 * 256 / 30_846_720  # for the classifier's gradient
-    assert row.predict() == pytest.approx(row.compute / 3 + waits + ring + buffers, rel=1e-6)
+    compute = row.compute_ms / 1e3
+    waits = 2 / 3 * compute * 50_257 * 256 / 30_846_720  # for the classifier's gradient
+    assert row.predict() == pytest.approx(compute / 3 + waits + ring + buffers, rel=1e-6)
 
 
 def test_the_error_band_is_the_largest_error_at_the_nearest_rate() -> None:
