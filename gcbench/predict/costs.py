@@ -36,12 +36,11 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.predict import bundled, traffic
 from gcbench.predict.clusters import Device
 from gcbench.predict.networks import Shapes
+from gcbench.profile.bandwidth.settings import KIND
 from gcbench.profile.breakeven import COPY, FLOAT
 from gcbench.report import analysis
 from gcbench.training import methods
 
-KIND = "bandwidth"
-"""The kind of analysis that contains measured times."""
 STORED = "bandwidth.json"
 """File name of the measurement in the package."""
 MAKE_ONE = "make one with `gcbench bandwidth --json > m.json`"

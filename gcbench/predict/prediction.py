@@ -93,9 +93,7 @@ def _times(
     return spends, source, measured.warnings(chosen.values())
 
 
-def _collectives(
-    method: Compressor, settings: Settings, spec: str, *, every: bool
-) -> tuple[str, ...]:
+def _collectives(method: Compressor, settings: Settings, *, every: bool) -> tuple[str, ...]:
     """Return the collectives to predict: the requested one, the method's default, or all.
 
     All but `ring`: it sends as many bytes as two-shot, and its error grows with the workers.
@@ -103,11 +101,9 @@ def _collectives(
     Raises:
         UsageError: the requested collective is not legal for the method.
     """
-    if spec == "none" or (settings.collective is None and not every):
-        return (check_legal(method),)
-    if settings.collective is not None:
-        return (check_legal(method, settings.collective),)
-    return tuple(name for name in method.legal_collectives() if name != "ring")
+    if every and settings.collective is None:
+        return tuple(name for name in method.legal_collectives() if name != "ring")
+    return (check_legal(method, settings.collective),)
 
 
 @dataclass(frozen=True)
@@ -170,12 +166,6 @@ class Prepared:
         }
 
 
-SHARDED_LACKS = (
-    "with FSDP each worker receives the mean of its own shard, the first half of a two-shot "
-    "exchange, which this method does not support"
-)
-
-
 def prepare(settings: Settings, *, every: bool = False) -> Prepared:
     """Return the steps of all methods, by each method's collective, or by `every` legal one.
 
@@ -192,18 +182,21 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
         computed = throughput.Compute(settings.compute_ms / 1e3, "given")
     else:
         computed = throughput.compute(cluster, network, batch or 1)
-    specs = ",".join(settings.compressors)
-    chosen = {spec: one for spec, one in methods.all_of(specs).items() if spec != "none"}
+    chosen = methods.all_of(",".join(settings.compressors))
+    chosen.pop("none", None)
     lanes = network.split(dense_last=settings.dense_last, dense_below=settings.dense_below)
     if not lanes[0]:
         raise UsageError(f"--dense-below {settings.dense_below} leaves no tensor to compress")
     cases: list[tuple[str, Compressor, str]] = []
     refused: dict[str, str] = {}
     for spec, method in chosen.items():
-        legal = _collectives(method, settings, spec, every=every)
+        legal = _collectives(method, settings, every=every)
         if settings.sharded:
             if "twoshot" not in method.legal_collectives():
-                refused[spec] = f"{spec}: {SHARDED_LACKS}"
+                refused[spec] = (
+                    f"{spec}: with FSDP each worker receives the mean of its own shard, the first "
+                    "half of a two-shot exchange, which this method does not support"
+                )
                 continue
             legal = ("twoshot",)
         cases += [(spec, method, collective) for collective in legal]
@@ -226,8 +219,13 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
     notes = [
         *_assumptions(settings, network, batch, computed, source),
         *warnings,
-        *_unmeasured(steps),
     ]
+    if missing := dict.fromkeys(spec for (spec, _), step in steps.items() if not step.measured):
+        specs = dict.fromkeys(spec for spec, _ in steps)
+        notes.append(
+            f"Encoding times not measured (speedups are upper bounds): {', '.join(missing)}. To "
+            f"measure them: {costs.how_to_measure(specs)}."
+        )
     return Prepared(
         network,
         batch,
@@ -240,16 +238,6 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
         refused,
         by_measured=settings.kernels != ASSUMED,
     )
-
-
-def _unmeasured(steps: Mapping[tuple[str, str], Step]) -> Iterator[str]:
-    """Yield a sentence on the methods whose encoding times are unknown, if there are any."""
-    if missing := dict.fromkeys(spec for (spec, _), step in steps.items() if not step.measured):
-        specs = dict.fromkeys(spec for spec, _ in steps)
-        yield (
-            f"Encoding times not measured (speedups are upper bounds): {', '.join(missing)}. To "
-            f"measure them: {costs.how_to_measure(specs)}."
-        )
 
 
 def _assumptions(

@@ -77,22 +77,17 @@ def utilization_of(device: Device, family: str) -> tuple[float, str] | None:
 
     None if nothing is published for the family on this device or on the one that it is `like`.
     """
-    visited: set[str] = set()
-    while device.name not in visited:
-        visited.add(device.name)
-        figures = [
-            one
-            for one in PUBLISHED.values()
-            if one.device == device.name and networks.network(one.network).family == family
-        ]
-        if figures:
-            names = ", ".join(one.network for one in figures)
-            median = statistics.median(one.utilization for one in figures)
-            return median, f"{names} on {device.name}"
-        if device.like not in DEVICES:
-            return None
-        device = DEVICES[device.like]
-    return None
+    figures = [
+        one
+        for one in PUBLISHED.values()
+        if one.device == device.name and networks.network(one.network).family == family
+    ]
+    if figures:
+        names = ", ".join(one.network for one in figures)
+        median = statistics.median(one.utilization for one in figures)
+        return median, f"{names} on {device.name}"
+    like = DEVICES.get(device.like or "")
+    return utilization_of(like, family) if like else None
 
 
 def compute(cluster: Cluster, network: Network, batch: int) -> Compute:
