@@ -273,17 +273,11 @@ def measure(
         methods={word: registry.call(method) for word, method in all_of.items()},
         sources=specs.sources(all_of),
         layers=layers,
-    ).model_dump()
-    result = Analysis(
-        kind=KIND,
-        settings=settings,
-        command=command,
-        provenance=measuring.provenance(),
-        tables=[],
     )
+    folder = results / f"{KIND}-{measuring.digest(settings.model_dump())}"
     rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins")}
     watch = progress.observer(shown, KIND, len(loaded) * (len(all_of) + 1))
-    with Ledger(results / result.name).open(afresh=force) as ledger:
+    with Ledger(folder).open(afresh=force) as ledger:
         try:
             done = 0
             for one in loaded:
@@ -299,8 +293,9 @@ def measure(
                     watch.step(done, f"step {one.step}, {word}")
         finally:
             watch.close()
+        made, answer = tables.of(rows, settings.model_dump())
+        result = Analysis.of(KIND, settings, command, tables=made, answer=answer)
         result.provenance["started"] = ledger.started
-        result.tables, result.answer = tables.of(rows, settings)
     return result
 
 
