@@ -66,14 +66,8 @@ class Message:
 
     def wire(self, workers: int) -> float:
         """Return the bytes that a worker sends to others, as `World` counts them."""
-        factor = {
-            "allreduce": 2 * (workers - 1) / workers,
-            "reducescatter": (workers - 1) / workers,
-            "allgather": workers - 1,
-            "alltoall": (workers - 1) / workers,
-            "hops": (workers - 1) / workers,
-        }
-        return factor[self.kind] * self.nbytes
+        once = (workers - 1) / workers
+        return {"allreduce": 2 * once, "allgather": workers - 1}.get(self.kind, once) * self.nbytes
 
 
 @dataclass(frozen=True)
