@@ -293,8 +293,8 @@ def measure(
                     watch.step(done, f"step {one.step}, {word}")
         finally:
             watch.close()
-        made, answer = tables.of(rows, settings.model_dump())
-        result = Analysis.of(KIND, settings, command, tables=made, answer=answer)
+        shown_tables, answer = tables.of(rows, settings.model_dump())
+        result = Analysis.of(KIND, settings, command, tables=shown_tables, answer=answer)
         result.provenance["started"] = ledger.started
     return result
 
