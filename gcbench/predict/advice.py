@@ -25,7 +25,7 @@ from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor, reencodes
 from gcbench.core.errors import UsageError
 from gcbench.predict import bundled, costs, evidence, prediction, validation
-from gcbench.predict.evidence import Evidence, Tolerance, count_text
+from gcbench.predict.evidence import FITS, LOSES, UNCLEAR, Evidence, Tolerance, count_text
 from gcbench.predict.prediction import Prepared
 from gcbench.predict.steps import HALF, Plain, Step, simplest
 from gcbench.predict.validation import Bands
@@ -38,12 +38,11 @@ from gcbench.results.settings import DECLARED
 from gcbench.training import suites
 
 KIND = "advice"
-TRY, CANNOT_TELL, UNCLEAR, UNTESTED = "try", "cannot tell", "unclear", "untested"
-LOSES, NO_GAIN, REFUSED = "loses too much", "no gain", "refused"
+TRY, CANNOT_TELL, UNTESTED = "try", "cannot tell", "untested"
+NO_GAIN, REFUSED = "no gain", "refused"
 UNKNOWN = (CANNOT_TELL, UNCLEAR, UNTESTED)
 """Verdicts that more measurements could change into `TRY`."""
 ORDER = (TRY, CANNOT_TELL, UNCLEAR, UNTESTED, LOSES, NO_GAIN, REFUSED)
-VERDICTS = {evidence.FITS: TRY, evidence.UNCLEAR: UNCLEAR, evidence.LOSES: LOSES}
 SUITE, LANGUAGE = "main", "main-language"
 """The suites that measure the accuracy of methods without evidence, on images and on text."""
 ROWS = "results/reference"
@@ -87,10 +86,6 @@ class Settings(prediction.Settings):
         """The errors of predicted step times."""
         return validation.bands(self.cluster, self.workers[0])
 
-    def least_gain(self, method: str) -> float:
-        """Return the least gain that is neither too small nor within the method's error band."""
-        return max(self.margin, self.bands.of(method))
-
 
 def default_places(runs: Path) -> list[Path]:
     """Return the default places of results that exist.
@@ -117,7 +112,7 @@ class Losses(NamedTuple):
     """Rows by a collective that computes another mean."""
 
 
-def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: str = "") -> Losses:
+def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: str) -> Losses:
     """Return the rows of exactly this method, used as in `step`.
 
     Rows count if they have the same collective, or one that computes the same mean. A row by
@@ -129,7 +124,7 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
     near = set(map(id, evidence.nearest(matching, inputs).near))
 
     def counts(one: Evidence) -> bool:
-        loses = one.judge(settings.allowed) == evidence.LOSES and id(one) in near
+        loses = one.judge(settings.allowed) == LOSES and id(one) in near
         theirs, again = one.row.first.collective, reencodes(step.method, step.collective)
         same = theirs == step.collective or not (again or reencodes(step.method, theirs))
         return same or (again and loses)
@@ -230,7 +225,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     brief = [*gaining[:1], *(row for row in plan if row["option"] in (BF16, ALONE))]
     brief += [*gaining[1:BRIEF], *(row for row in plan if row["advice"] == CHANGES)]
     what = unit(prepared).capitalize()
-    seen = _evidence_rows(settings, prepared, gathered.rows)
+    seen = _evidence_rows(prepared, losses)
     return Analysis.of(
         KIND,
         settings,
@@ -360,18 +355,13 @@ def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list
         if spec not in best or _badness(row) < _badness(best[spec]):
             best[spec] = row
     ranked: list[Row] = []
-    band = settings.bands.plain.error
+    band = settings.bands.plain
     for verdict in ORDER:
         left = {spec: row for spec, row in best.items() if row["advice"] == verdict}
         while left:
             gains = {spec: -_badness(row)[1] for spec, row in left.items()}
             ranked.append(left.pop(simplest(gains, max(settings.margin, band))))
     return ranked
-
-
-def _name(row: Row) -> str:
-    """Return the registered name of a row's method, without its fields."""
-    return str(row["method"]).partition(":")[0]
 
 
 def _badness(row: Row) -> tuple[int, float]:
@@ -403,7 +393,8 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
             other = worst(far, allowed)
             row["elsewhere"] = f"{other.row.first.task}: {other.text(allowed)}"
             row["elsewhere_verdict"] = other.judge(allowed)
-        verdict = VERDICTS[shown.judge(allowed)]
+        judged = shown.judge(allowed)
+        verdict = TRY if judged == FITS else judged
         row |= {"accuracy": shown.text(allowed), "accuracy_brief": shown.text(allowed)}
         row |= {"accuracy_from": shown.setting, "accuracy_task": shown.row.first.task}
         row["without_momentum"] = shown.without_momentum and step.method.memory != "none"
@@ -424,9 +415,10 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     row |= gains.fields()
     row["gain_low"], row["gain_high"] = gains.better
     row["gain"] = gains.sure
+    least = max(settings.margin, settings.bands.of(method.name))
     if gains.better[1] < 1 + settings.margin:
         verdict = NO_GAIN
-    elif verdict not in (LOSES, UNTESTED) and gains.sure < 1 + settings.least_gain(method.name):
+    elif verdict not in (LOSES, UNTESTED) and gains.sure < 1 + least:
         verdict = CANNOT_TELL
     elif verdict == TRY and step.measured is None:
         verdict = UNCLEAR
@@ -434,20 +426,16 @@ def _judge(settings: Settings, prepared: Prepared, step: Step, losses: Losses) -
     return row
 
 
-def _evidence_rows(
-    settings: Settings, prepared: Prepared, gathered: Sequence[Evidence]
-) -> list[Row]:
+def _evidence_rows(prepared: Prepared, losses: LossesBySteps) -> list[Row]:
     """Return a row per piece of evidence on the methods in question."""
     rows: list[Row] = []
+    counting: dict[str, dict[int, Evidence]] = {}
+    for (spec, _), each in losses.items():
+        counting.setdefault(spec, {}).update((id(one), one) for one in each.counting)
     inputs, numel = prepared.network.inputs, prepared.network.numel
-    for spec in dict.fromkeys(spec for spec, _ in prepared.steps):
-        counting: dict[int, Evidence] = {}
-        for (name, _), step in prepared.steps.items():
-            if name == spec:
-                losses = losses_of(settings, step, gathered, inputs)
-                counting |= {id(one): one for one in losses.counting}
-        near = set(map(id, evidence.nearest([*counting.values()], inputs).near))
-        for key, one in counting.items():
+    for spec, pieces in counting.items():
+        near = set(map(id, evidence.nearest([*pieces.values()], inputs).near))
+        for key, one in pieces.items():
             first, config = one.row.first, one.row.runs[0].config
             points = one.row.metric == "accuracy"
             scale = 100.0 if points else 1.0
@@ -507,9 +495,7 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
     plan = [{**row(ALONE, workers * compute), "changes": "fewer examples per step"}]
     plan += [row(FP32, plain), row(BF16, half)]
     if not settings.sharded:
-        network = prepared.network
-        options = {"sharded": True, "frozen": network.frozen, "arrival": network.arrival}
-        shard = Plain(network.shapes, compute, FLOAT // 2, 0.0, **options)
+        shard = Plain(prepared.network, compute, FLOAT // 2, 0.0, sharded=True)
         sharded = row(SHARDED, shard.seconds(workers, cluster))
         plan.append({**sharded, "changes": "memory per worker"})
         wait = half - compute
@@ -557,7 +543,7 @@ def _answer(
 ) -> list[str]:
     """Return the answer as sentences: what to try, why, what to run to know, lines to paste."""
     workers, bands = settings.workers[0], settings.bands
-    band = bands.plain.error
+    band = bands.plain
     over = {str(row["option"]): float(row["over_alone"] or 0) for row in plan}
     rows = {_by(row): row for row in methods}
     tried = [_by(row) for row in methods if row["advice"] == TRY]
@@ -566,7 +552,8 @@ def _answer(
     choice = tried[0] if tried else baseline
     fastest = max((choice, FP32, BF16), key=over.__getitem__)
     rate = f"{over[fastest]:.2g} times as many {unit(prepared)} per hour as one ({fastest})"
-    error = bands.of(_name(rows[fastest])) if fastest in tried else band
+    spec = str(rows[fastest]["method"]) if fastest in tried else ""
+    error = bands.of(spec.partition(":")[0]) if spec else band
     if over[fastest] < 1 + error:
         unknown = {name: over[name] for name, row in rows.items() if row["advice"] in UNKNOWN}
         maybe = max(unknown, key=unknown.__getitem__, default="")
@@ -712,7 +699,7 @@ def _basis_text(row: Row) -> str:
 
 def _warns(row: Row) -> bool:
     """Return whether results on other inputs leave a loss possible."""
-    return row.get("elsewhere_verdict") in (evidence.LOSES, evidence.UNCLEAR)
+    return row.get("elsewhere_verdict") in (LOSES, UNCLEAR)
 
 
 def _paste(settings: Settings, row: Row | None, choice: str) -> str:

@@ -207,21 +207,6 @@ class Cluster(_Model):
             return ("flat",)
         return ("flat", "nodes") if self.topology == "best" else (self.topology,)
 
-    def between(self) -> Cluster:
-        """Return the cluster in which each node counts as one worker."""
-        return self.model_copy(update={"gpus_per_node": 1})
-
-    def inside_seconds(
-        self, nbytes: float, workers: int, kind: str = "allreduce", calls: int = 1
-    ) -> float:
-        """Return the seconds of a collective inside a node, on gradients of `nbytes` bytes.
-
-        An all-reduce is the time to add gradients before the exchange between nodes and to
-        distribute the mean after it; a reduce-scatter only adds.
-        """
-        inside = workers // self.nodes_of(workers)
-        return self.seconds(kind, nbytes, inside, calls)
-
 
 _BUILT_IN: dict[str, dict[str, Any]] = _DATA["clusters"]
 NAMES = tuple(_BUILT_IN)
@@ -235,34 +220,14 @@ def _device(name: str) -> Device:
     return DEVICES[name]
 
 
-def make(settings: Mapping[str, Any], where: str) -> Cluster:
-    """Return the cluster with these settings; errors name their origin, `where`.
-
-    Raises:
-        UsageError: a setting is missing, unknown or out of its range.
-    """
-    values = dict(settings)
-    if isinstance(values.get("device"), str):
-        values["device"] = _device(values["device"])
-    try:
-        return Cluster.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            fields = [name for name in Cluster.model_fields if name != "name"]
-            raise unknown(f"setting in {where}:", field, fields) from None
-        received = "" if first["type"] == "missing" else f", received {first['input']!r}"
-        raise UsageError(f"{where}: {field}: {first['msg']}{received}") from None
-
-
 def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
     """Return a built-in cluster, or the cluster of a YAML file, with `changes` applied.
 
     A change like {"inter.gbit": 25} replaces one number of a part and leaves the others.
 
     Raises:
-        UsageError: unknown name, unreadable file, or an invalid setting (see `make`).
+        UsageError: an unknown name, an unreadable file, or a setting that is missing, unknown or
+            out of its range.
     """
     path = Path(spec)
     if spec in _BUILT_IN:
@@ -281,4 +246,15 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
             fields[outer] = {**(part if isinstance(part, dict) else {}), inner: value}
         else:
             fields[outer] = value
-    return make(fields, f"cluster {spec}")
+    if isinstance(fields.get("device"), str):
+        fields["device"] = _device(fields["device"])
+    try:
+        return Cluster.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            names = [name for name in Cluster.model_fields if name != "name"]
+            raise unknown(f"setting in cluster {spec}:", field, names) from None
+        received = "" if first["type"] == "missing" else f", received {first['input']!r}"
+        raise UsageError(f"cluster {spec}: {field}: {first['msg']}{received}") from None

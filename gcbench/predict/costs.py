@@ -36,16 +36,14 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.predict import bundled, traffic
 from gcbench.predict.clusters import Device
 from gcbench.predict.networks import Shapes
+from gcbench.profile.bandwidth.settings import KIND
 from gcbench.profile.breakeven import COPY, FLOAT
 from gcbench.report import analysis
 from gcbench.training import methods
 
-KIND = "bandwidth"
-"""The kind of analysis that contains measured times."""
 STORED = "bandwidth.json"
 """File name of the measurement in the package."""
 MAKE_ONE = "make one with `gcbench bandwidth --json > m.json`"
-KEY = Key(0, 0, 0)
 
 # ---- measured ------------------------------------------------------------------------------------
 
@@ -220,19 +218,11 @@ def how_to_measure(specs: Iterable[str]) -> str:
 # ---- the floor -----------------------------------------------------------------------------------
 
 
-def _statistic(method: Compressor, x: torch.Tensor, segments: Segments) -> torch.Tensor | None:
-    """Return the statistic on which the workers agree; None if they draw it instead."""
-    if method.draw_shared(Context(segments, key=KEY)) is not None:
-        return None
-    return codec.prepare(method, x, Context(segments)).statistic
-
-
 def sends_gradient(method: Compressor) -> bool:
     """Return whether the payload is the gradient itself, so that encoding costs nothing."""
-    x, segments = torch.ones(4), Segments((0, 4))
-    drawn = method.draw_shared(Context(segments, key=KEY))
-    shared = codec.prepare(method, x, Context(segments)).statistic if drawn is None else drawn
-    payload = codec.encode(method, x, Context(segments, shared, KEY))
+    x, ctx = torch.ones(4), Context(Segments((0, 4)), key=Key(0, 0, 0))
+    shared, _ = codec.agree(method, [x], ctx)
+    payload = codec.encode(method, x, ctx._replace(shared=shared))
     return len(payload.parts) == 1 and payload.parts[0].data_ptr() == x.data_ptr()
 
 
@@ -258,18 +248,16 @@ class Floor:
 
         `collective` may be "reducescatter", the first half of a two-shot exchange.
         """
-        decode = self.payload + FLOAT
-        received = workers * self.payload
-        if not self.rounds and collective == "allgather":
-            decode = received + FLOAT
-        elif not self.rounds and collective == "reducescatter":
-            decode = (received + FLOAT) / workers
-        elif not self.rounds and collective == "twoshot":
-            decode += (received + self.merged + self.owner) / workers
-        elif not self.rounds and collective == "sparse":  # sums of a region, then all that remain
-            decode += self.payload + FLOAT / workers
-        elif not self.rounds and collective == "ring":  # decode N - 1 partial sums, then all shards
-            decode += (workers - 1) / workers * (self.payload + FLOAT)
+        once, received = self.payload + FLOAT, workers * self.payload
+        decode = {
+            "allgather": received + FLOAT,
+            "reducescatter": (received + FLOAT) / workers,
+            "twoshot": once + (received + self.merged + self.owner) / workers,
+            # sums of a region, then all that remain
+            "sparse": once + (self.payload + FLOAT / workers),
+            # N - 1 partial sums, then all shards
+            "ring": once + (workers - 1) / workers * once,
+        }.get("rounds" if self.rounds else collective, once)
         return self.encode * n / self.speed, decode * n / self.speed
 
 
@@ -280,8 +268,7 @@ def floor(method: Compressor, device: Device, shapes: Shapes) -> Floor:
     if "twoshot" in method.legal_collectives():
         merged = traffic.gradient_bytes(method, shapes, 8) / numel
     carried = memory.of(method)
-    statistic = _statistic(method, torch.ones(1), Segments((0, 1)))
-    agrees = statistic is not None and statistic.numel() > 0
+    agrees = bool(traffic.agreement(method, Segments((0, 1))))
     rounds = isinstance(method, MultiRoundCompressor)
     encode = 0.0 if sends_gradient(method) else FLOAT + payload
     fused = 3 * FLOAT + payload  # read gradient and residual, write the residual

@@ -74,15 +74,14 @@ def rows(
     chosen: Mapping[str, Compressor],
     workers: int,
     latency: float,
-    size: int | None = None,
 ) -> list[Row]:
     """Return a row per method except `none`, by its default collective, in the given order.
 
-    `size`: bytes of the gradient, one of the measured sizes; default the largest. `latency`:
-    seconds per message. `links` is "not measured" for a method without times, and "refused" for a
-    method that refuses this many workers; the field `refused` has the reason.
+    The gradient has the largest of the measured sizes. `latency`: seconds per message. `links` is
+    "not measured" for a method without times, and "refused" for a method that refuses this many
+    workers; the field `refused` has the reason.
     """
-    size = size or int(measured.analysis.settings["sizes"][-1])
+    size = int(measured.analysis.settings["sizes"][-1])
     n = size / FLOAT
     table: list[Row] = []
     for spec, method in chosen.items():

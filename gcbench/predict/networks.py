@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ class Network:
     buffers: int = 0
     """Bytes of its buffers, which DDP broadcasts before every forward pass."""
 
-    @property
+    @cached_property
     def arrival(self) -> Shapes:
         """The shapes in the order in which the backward pass computes gradients.
 
@@ -70,7 +70,7 @@ class Network:
             order.append(order.pop(order.index(self.tied % len(order))))
         return tuple(self.shapes[position] for position in order)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of parameters that have a gradient."""
         return sum(map(math.prod, self.shapes))
@@ -82,13 +82,11 @@ class Network:
 
     def split(self, *, dense_last: bool = False, dense_below: int = 0) -> tuple[Shapes, Shapes]:
         """Return the shapes that are compressed, and those that are exchanged in fp32."""
-        first_of_last = len(self.shapes) - self.last if dense_last else len(self.shapes)
-        dense = [
-            position >= first_of_last or math.prod(shape) < dense_below
-            for position, shape in enumerate(self.shapes)
-        ]
-        pairs = list(zip(self.shapes, dense, strict=True))
-        return tuple(s for s, plain in pairs if not plain), tuple(s for s, plain in pairs if plain)
+        compressed, dense = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for left, shape in zip(range(len(self.shapes), 0, -1), self.shapes, strict=True):
+            plain = math.prod(shape) < dense_below or (dense_last and left <= self.last)
+            (dense if plain else compressed).append(shape)
+        return tuple(compressed), tuple(dense)
 
 
 def vgg_a() -> Network:

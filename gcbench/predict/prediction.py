@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -68,19 +68,12 @@ class Settings(BaseModel):
 # ---- inputs --------------------------------------------------------------------------------------
 
 
-class Times(NamedTuple):
-    """Measured encoding times."""
+def _times(
+    settings: Settings, chosen: Mapping[str, Compressor], n: int
+) -> tuple[dict[str, Spend], str, list[str]]:
+    """Return the measured times of the methods for a gradient of n elements.
 
-    spends: Mapping[str, Spend]
-    """By method; methods without measured times are missing."""
-    source: str
-    """Where they come from, as text."""
-    warnings: Sequence[str] = ()
-    """Sentences on measured times that are not used."""
-
-
-def _times(settings: Settings, chosen: Mapping[str, Compressor], n: int) -> Times:
-    """Return the measured times of each method for a gradient of n elements.
+    They come with their source as text, and with sentences on measured times that are not used.
 
     Raises:
         UsageError: the file in `settings.kernels` cannot be read.
@@ -88,7 +81,7 @@ def _times(settings: Settings, chosen: Mapping[str, Compressor], n: int) -> Time
     assumed, device = settings.kernels == ASSUMED, settings.cluster.device
     measured = costs.stored() if assumed else costs.load(Path(settings.kernels))
     if measured is None:
-        return Times({}, "none")
+        return {}, "none", []
     codecs = {spec: measured.of(method, n) for spec, method in chosen.items()}
     source = measured.source
     if assumed:
@@ -97,12 +90,10 @@ def _times(settings: Settings, chosen: Mapping[str, Compressor], n: int) -> Time
     spends: dict[str, Spend] = {
         spec: partial(one.seconds, chosen[spec]) for spec, one in codecs.items() if one is not None
     }
-    return Times(spends, source, measured.warnings(chosen.values()))
+    return spends, source, measured.warnings(chosen.values())
 
 
-def _collectives(
-    method: Compressor, settings: Settings, spec: str, *, every: bool
-) -> tuple[str, ...]:
+def _collectives(method: Compressor, settings: Settings, *, every: bool) -> tuple[str, ...]:
     """Return the collectives to predict: the requested one, the method's default, or all.
 
     All but `ring`: it sends as many bytes as two-shot, and its error grows with the workers.
@@ -110,11 +101,9 @@ def _collectives(
     Raises:
         UsageError: the requested collective is not legal for the method.
     """
-    if spec == "none" or (settings.collective is None and not every):
-        return (check_legal(method),)
-    if settings.collective is not None:
-        return (check_legal(method, settings.collective),)
-    return tuple(name for name in method.legal_collectives() if name != "ring")
+    if every and settings.collective is None:
+        return tuple(name for name in method.legal_collectives() if name != "ring")
+    return (check_legal(method, settings.collective),)
 
 
 @dataclass(frozen=True)
@@ -141,26 +130,22 @@ class Prepared:
     by_measured: bool
     """Whether rows use measured encoding times where they are available."""
 
-    def kernels(self, step: Step) -> str:
-        """Return the origin of the encoding times in a step's row."""
-        return MEASURED if self.by_measured and step.measured is not None else ASSUMED
-
     @property
     def baselines(self) -> tuple[Plain, Plain]:
         """The steps that a method has to beat."""
         return self.plain, self.half
 
-    def gains(self, step: Step, workers: int, cluster: Cluster, longer: float = 1.0) -> Gains:
+    def gains(self, step: Step, workers: int, cluster: Cluster) -> Gains:
         """Return the speedups of a step over the uncompressed ones.
 
         Raises:
             UsageError: see `Step.at`.
         """
-        high = step.seconds(workers, cluster, longer=longer)
+        high = step.seconds(workers, cluster)
         low = None
         if step.measured is not None:
-            low = step.seconds(workers, cluster, measured=True, longer=longer)
-        fp32, bf16 = (one.seconds(workers, cluster, longer=longer) for one in self.baselines)
+            low = step.seconds(workers, cluster, measured=True)
+        fp32, bf16 = (one.seconds(workers, cluster) for one in self.baselines)
         return Gains((low and fp32 / low, fp32 / high), (low and bf16 / low, bf16 / high))
 
     def pays_fields(self, step: Step, workers: int, cluster: Cluster, margin: float = 0.0) -> Row:
@@ -181,12 +166,6 @@ class Prepared:
         }
 
 
-SHARDED_LACKS = (
-    "with FSDP each worker receives the mean of its own shard, the first half of a two-shot "
-    "exchange, which this method does not support"
-)
-
-
 def prepare(settings: Settings, *, every: bool = False) -> Prepared:
     """Return the steps of all methods, by each method's collective, or by `every` legal one.
 
@@ -203,50 +182,50 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
         computed = throughput.Compute(settings.compute_ms / 1e3, "given")
     else:
         computed = throughput.compute(cluster, network, batch or 1)
-    specs = ",".join(settings.compressors)
-    chosen = {spec: one for spec, one in methods.all_of(specs).items() if spec != "none"}
+    chosen = methods.all_of(",".join(settings.compressors))
+    chosen.pop("none", None)
     lanes = network.split(dense_last=settings.dense_last, dense_below=settings.dense_below)
     if not lanes[0]:
         raise UsageError(f"--dense-below {settings.dense_below} leaves no tensor to compress")
     cases: list[tuple[str, Compressor, str]] = []
     refused: dict[str, str] = {}
     for spec, method in chosen.items():
-        legal = _collectives(method, settings, spec, every=every)
+        legal = _collectives(method, settings, every=every)
         if settings.sharded:
             if "twoshot" not in method.legal_collectives():
-                refused[spec] = f"{spec}: {SHARDED_LACKS}"
+                refused[spec] = (
+                    f"{spec}: with FSDP each worker receives the mean of its own shard, the first "
+                    "half of a two-shot exchange, which this method does not support"
+                )
                 continue
             legal = ("twoshot",)
         cases += [(spec, method, collective) for collective in legal]
-    times = _times(settings, chosen, max(1, network.numel))
-    shared: dict[str, Any] = {
-        "sharded": settings.sharded,
-        "frozen": network.frozen,
-        "arrival": network.arrival,
-        "buffers": network.buffers,
-    }
+    spends, source, warnings = _times(settings, chosen, max(1, network.numel))
+    step_of = partial(Step, network, computed.seconds, sharded=settings.sharded, lanes=lanes)
     steps = {
-        (spec, collective): Step(
-            method,
-            collective,
-            lanes,
-            computed.seconds,
-            costs.floor(method, cluster.device, network.shapes).seconds,
-            times.spends.get(spec),
-            **shared,
+        (spec, collective): step_of(
+            method=method,
+            collective=collective,
+            floor=costs.floor(method, cluster.device, network.shapes).seconds,
+            measured=spends.get(spec),
         )
         for spec, method, collective in cases
     }
     casts = 0.0 if settings.sharded else 2 * CAST / (cluster.device.memory_gbyte * 1e9)
     plain, half, free = (
-        Plain(network.shapes, computed.seconds, width, each, **shared)
+        Plain(network, computed.seconds, width, each, sharded=settings.sharded)
         for width, each in ((FLOAT, 0.0), (FLOAT // 2, casts), (0, 0.0))
     )
     notes = [
-        *_assumptions(settings, network, batch, computed, times.source),
-        *times.warnings,
-        *_unmeasured(steps),
+        *_assumptions(settings, network, batch, computed, source),
+        *warnings,
     ]
+    if missing := dict.fromkeys(spec for (spec, _), step in steps.items() if not step.measured):
+        specs = dict.fromkeys(spec for spec, _ in steps)
+        notes.append(
+            f"Encoding times not measured (speedups are upper bounds): {', '.join(missing)}. To "
+            f"measure them: {costs.how_to_measure(specs)}."
+        )
     return Prepared(
         network,
         batch,
@@ -259,16 +238,6 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
         refused,
         by_measured=settings.kernels != ASSUMED,
     )
-
-
-def _unmeasured(steps: Mapping[tuple[str, str], Step]) -> Iterator[str]:
-    """Yield a sentence on the methods whose encoding times are unknown, if there are any."""
-    if missing := dict.fromkeys(spec for (spec, _), step in steps.items() if not step.measured):
-        specs = dict.fromkeys(spec for spec, _ in steps)
-        yield (
-            f"Encoding times not measured (speedups are upper bounds): {', '.join(missing)}. To "
-            f"measure them: {costs.how_to_measure(specs)}."
-        )
 
 
 def _assumptions(
@@ -446,7 +415,7 @@ def _rows(prepared: Prepared, counts: Sequence[int], cluster: Cluster) -> Iterat
             "method": spec,
             "compressor": registry.call(step.method),
             "collective": "reducescatter" if step.sharded else step.collective,
-            "kernels": prepared.kernels(step),
+            "kernels": MEASURED if prepared.by_measured and step.measured else ASSUMED,
         }
         try:
             result = step.at(workers, cluster, measured=prepared.by_measured)
@@ -508,15 +477,15 @@ def _fastest(rows: Sequence[Row], error: Bands) -> str:
     gains = {spec: _sure(row) for spec, row in by.items() if not math.isnan(_sure(row))}
     bounds = {spec: _number(row, "over_fp32_high") for spec, row in by.items() if spec not in gains}
     most = max(gains.values())
-    choice = simplest({spec: gains[spec] for spec in ("none", HALF)}, error.plain.error)
+    choice = simplest({spec: gains[spec] for spec in ("none", HALF)}, error.plain)
     others = {spec: gain for spec, gain in gains.items() if spec not in ("none", HALF)}
     faster = {
         spec: gain
         for spec, gain in others.items()
         if gain > (1 + error.of(spec.partition(":")[0])) * gains[choice]
     }
-    choice = simplest(faster, error.plain.error) if faster else choice
-    tied = [spec for spec, gain in faster.items() if gain * (1 + error.plain.error) >= most]
+    choice = simplest(faster, error.plain) if faster else choice
+    tied = [spec for spec, gain in faster.items() if gain * (1 + error.plain) >= most]
     best = by[choice]
     if choice in ("none", HALF):
         where = "bf16" if choice == HALF else "fp32"
@@ -534,7 +503,7 @@ def _fastest(rows: Sequence[Row], error: Bands) -> str:
             f"{best['over_bf16']} as bf16"
         )
         if len(tied) > 1:
-            text += f"; {len(tied) - 1} more within {error.plain.error:.0%}"
+            text += f"; {len(tied) - 1} more within {error.plain:.0%}"
         text += "."
     perhaps = [spec for spec in bounds if bounds[spec] > most]
     if perhaps:

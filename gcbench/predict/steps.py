@@ -19,7 +19,7 @@ from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.predict import traffic
 from gcbench.predict.clusters import BACKWARD, Cluster
-from gcbench.predict.networks import Shapes
+from gcbench.predict.networks import Network, Shapes
 from gcbench.profile.breakeven import FLOAT, Links
 from gcbench.report.analysis import Row
 from gcbench.training import methods
@@ -46,45 +46,39 @@ Spend = Callable[[str, float, int], tuple[float, float]]
 class Step:
     """A training step with one way to exchange the gradients of one network.
 
-    `lanes`: shapes that are compressed, and shapes exchanged in fp32. `compute`: seconds of
-    forward and backward. `floor` and `measured`: times of encoding and decoding the compressed
-    tensors; `measured` is None if unknown. `frozen`: number of parameters without a gradient, which
-    `sharded` also gathers. `arrival`: the shapes in the order of the backward pass, by default from
-    the last to the first. `buffers`: bytes that DDP broadcasts per step.
+    `compute`: seconds of forward and backward. `lanes`: shapes that are compressed, and shapes
+    exchanged in fp32. `floor` and `measured`: times of encoding and decoding the compressed
+    tensors; `measured` is None if unknown.
     """
 
     def __init__(
         self,
+        network: Network,
+        compute: float,
         method: Compressor,
         collective: str,
         lanes: tuple[Shapes, Shapes],
-        compute: float,
         floor: Spend,
         measured: Spend | None = None,
         *,
         sharded: bool = False,
-        frozen: int = 0,
-        arrival: Shapes = (),
-        buffers: int = 0,
     ) -> None:
+        self.network, self.compute, self.sharded = network, compute, sharded
         self.method, self.collective, self.lanes = method, collective, lanes
-        self.arrival = arrival or (*lanes[0], *lanes[1])[::-1]
-        self.buffers = 0 if sharded else buffers
-        self.compute, self.floor, self.measured, self.sharded = compute, floor, measured, sharded
-        self.numel = sum(map(traffic.dense_bytes, lanes)) / FLOAT
+        self.floor, self.measured = floor, measured
+        self.buffers = 0 if sharded else network.buffers
         self.elements = traffic.dense_bytes(lanes[0]) / FLOAT
-        self.frozen = frozen
         self.width = FLOAT
         """Bytes per element of gradients that are added inside a node before encoding."""
         self.cut = True
         """Whether each device of a node encodes only its share of the node's sum."""
-        self._messages: dict[int, list[traffic.Message]] = {}
 
-    def _exchange(self, workers: int) -> list[traffic.Message]:
-        """Return the messages of a step among at least two workers."""
-        sent = traffic.exchange(self.method, self.collective, self.lanes, workers)
+    def messages(self, workers: int) -> list[traffic.Message]:
+        """Return the messages of a step; a single worker sends none."""
+        if workers == 1:
+            return []
         if not self.sharded:
-            return sent
+            return traffic.exchange(self.method, self.collective, self.lanes, workers)
         compressed = traffic.exchange(self.method, self.collective, (self.lanes[0], ()), workers)
         dense = traffic.dense_bytes(self.lanes[1])
         return [
@@ -92,19 +86,10 @@ class Step:
             *([traffic.Message("reducescatter", dense)] if dense else []),
         ]
 
-    def messages(self, workers: int) -> list[traffic.Message]:
-        """Return the messages of a step; a single worker sends none."""
-        if workers not in self._messages:
-            self._messages[workers] = [] if workers == 1 else self._exchange(workers)
-        return self._messages[workers]
-
-    def at(
-        self, workers: int, cluster: Cluster, *, measured: bool = False, longer: float = 1.0
-    ) -> dict[str, Any]:
+    def at(self, workers: int, cluster: Cluster, *, measured: bool = False) -> dict[str, Any]:
         """Return seconds and bytes of a step, in the fastest topology that the cluster allows.
 
-        `measured`: use measured encoding times, if known, instead of the floor. `longer`: factor on
-        forward and backward, for another batch.
+        `measured`: use measured encoding times, if known, instead of the floor.
 
         Raises:
             UsageError: the workers do not fill nodes, or the method refuses this many.
@@ -113,32 +98,31 @@ class Step:
         spend = self.measured if measured and self.measured else self.floor
         for topology in cluster.topologies(workers):
             try:
-                results.append(self._at(workers, cluster, topology, spend, longer * self.compute))
+                results.append(self._at(workers, cluster, topology, spend))
             except UsageError as error:
                 refusals.append(error)
         if not results:
             raise refusals[0]
         return min(results, key=lambda result: result["step_seconds"])
 
-    def seconds(
-        self, workers: int, cluster: Cluster, *, measured: bool = False, longer: float = 1.0
-    ) -> float:
+    def seconds(self, workers: int, cluster: Cluster, *, measured: bool = False) -> float:
         """Return the seconds of a step: see `at`."""
-        return float(self.at(workers, cluster, measured=measured, longer=longer)["step_seconds"])
+        return float(self.at(workers, cluster, measured=measured)["step_seconds"])
 
-    def _at(
-        self, workers: int, cluster: Cluster, topology: str, spend: Spend, compute: float
-    ) -> dict[str, Any]:
+    def _at(self, workers: int, cluster: Cluster, topology: str, spend: Spend) -> dict[str, Any]:
+        compute, numel = self.compute, float(self.network.numel)
         nodes = cluster.nodes_of(workers)
-        parts = cluster.parts(self.arrival)
+        parts = cluster.parts(self.network.arrival)
         broadcast = cluster.seconds("broadcast", self.buffers, workers) if self.buffers else 0.0
         calls = len(parts)
         inside, among, network = 1, workers, cluster
         communicate = gather = 0.0
         if topology == "nodes":
-            inside, among, network = workers // nodes, nodes, cluster.between()
+            inside, among = workers // nodes, nodes
+            network = cluster.model_copy(update={"gpus_per_node": 1})  # a node is one worker
+            # an all-reduce adds before the exchange between nodes and distributes the mean after it
             kind = "reducescatter" if self.sharded else "allreduce"
-            communicate = cluster.inside_seconds(self.width * self.numel, workers, kind, calls)
+            communicate = cluster.seconds(kind, self.width * numel, inside, calls)
         messages = self.messages(among)
         communicate += sum(
             network.seconds(sent.kind, sent.nbytes, among, calls) for sent in messages
@@ -149,7 +133,7 @@ class Step:
             encode, decode = spend(collective, self.elements / (inside if self.cut else 1), among)
         exposed = broadcast
         if self.sharded:
-            shard = PARAMETER * (self.numel + self.frozen) / workers
+            shard = PARAMETER * (numel + self.network.frozen) / workers
             gather = cluster.seconds("allgather", shard, workers, calls)
             exposed = cluster.exposed(gather, (1 - BACKWARD) * compute, parts)
         exposed += cluster.exposed(gather + communicate, BACKWARD * compute, parts)
@@ -173,29 +157,24 @@ class Plain(Step):
     """An uncompressed step that reduces gradients in elements of `width` bytes.
 
     `casts`: seconds per element of both casts together. With a `width` of 0 the exchange is free.
-    `options`: as for `Step`.
     """
 
     def __init__(
-        self,
-        shapes: Shapes,
-        compute: float,
-        width: int,
-        casts: float,
-        **options: Any,
+        self, network: Network, compute: float, width: int, casts: float, *, sharded: bool = False
     ) -> None:
         def spend(collective: str, n: float, workers: int) -> tuple[float, float]:
             return casts * n / 2, casts * n / 2
 
-        none = methods.parse("none")
-        super().__init__(none, "allreduce", (shapes, ()), compute, spend, **options)
+        none, lanes = methods.parse("none"), (network.shapes, ())
+        super().__init__(network, compute, none, "allreduce", lanes, spend, sharded=sharded)
         self.width, self.cut = width, False  # casts come before all additions
 
-    def _exchange(self, workers: int) -> list[traffic.Message]:
-        if not self.width:
+    def messages(self, workers: int) -> list[traffic.Message]:
+        """Return the reduction of the gradients; a single worker sends none."""
+        if not self.width or workers == 1:
             return []
         kind = "reducescatter" if self.sharded else "allreduce"
-        return [traffic.Message(kind, self.width * self.numel)]
+        return [traffic.Message(kind, float(self.width * self.network.numel))]
 
 
 def simplest(gains: Mapping[str, float], margin: float = TIE) -> str:

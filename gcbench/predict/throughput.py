@@ -21,8 +21,11 @@ from gcbench.predict import networks
 from gcbench.predict.clusters import DEVICES, Cluster, Device
 from gcbench.predict.networks import OPERATIONS, Network
 
-_PATH = Path(__file__).parent / "data" / "throughput.yaml"
-_DATA: dict[str, Any] = yaml.safe_load(_PATH.read_text())
+_DATA: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parent / "data" / "throughput.yaml").read_text()
+)
+SOURCES: dict[str, dict[str, str]] = _DATA["sources"]
+"""Titles and addresses of the publications."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Published:
     """Examples per second and device."""
     batch: int
     """Examples per device and step."""
-    title: str
-    url: str
+    source: str
+    """A key of `SOURCES`."""
 
     @property
     def utilization(self) -> float:
@@ -45,17 +48,16 @@ class Published:
         return OPERATIONS * macs * self.rate / (DEVICES[self.device].tflops * 1e12)
 
 
-def _published() -> dict[tuple[str, str], Published]:
-    entries = {}
-    for row in _DATA["rates"]:
-        source = _DATA["sources"][row["source"]]
-        rate = row["rate"] if "rate" in row else row["tokens"] / row["sequence"]
-        key = row["device"], row["network"]
-        entries[key] = Published(*key, rate, row["batch"], source["title"], source["url"])
-    return entries
-
-
-PUBLISHED = _published()
+PUBLISHED = {
+    (row["device"], row["network"]): Published(
+        device=row["device"],
+        network=row["network"],
+        rate=row["rate"] if "rate" in row else row["tokens"] / row["sequence"],
+        batch=row["batch"],
+        source=row["source"],
+    )
+    for row in _DATA["rates"]
+}
 """(device, network) -> throughput."""
 
 
@@ -75,22 +77,17 @@ def utilization_of(device: Device, family: str) -> tuple[float, str] | None:
 
     None if nothing is published for the family on this device or on the one that it is `like`.
     """
-    visited: set[str] = set()
-    while device.name not in visited:
-        visited.add(device.name)
-        figures = [
-            one
-            for one in PUBLISHED.values()
-            if one.device == device.name and networks.network(one.network).family == family
-        ]
-        if figures:
-            names = ", ".join(one.network for one in figures)
-            median = statistics.median(one.utilization for one in figures)
-            return median, f"{names} on {device.name}"
-        if device.like not in DEVICES:
-            return None
-        device = DEVICES[device.like]
-    return None
+    figures = [
+        one
+        for one in PUBLISHED.values()
+        if one.device == device.name and networks.network(one.network).family == family
+    ]
+    if figures:
+        names = ", ".join(one.network for one in figures)
+        median = statistics.median(one.utilization for one in figures)
+        return median, f"{names} on {device.name}"
+    like = DEVICES.get(device.like or "")
+    return utilization_of(like, family) if like else None
 
 
 def compute(cluster: Cluster, network: Network, batch: int) -> Compute:
@@ -105,7 +102,7 @@ def compute(cluster: Cluster, network: Network, batch: int) -> Compute:
     if published is not None and cluster.utilization is None and device == DEVICES[device.name]:
         source = (
             f"{published.rate:.4g} {network.examples}/s at batch {published.batch}: "
-            f"{published.title}"
+            f"{SOURCES[published.source]['title']}"
         )
         return Compute(batch / published.rate, source, published.batch)
     remedy = "give the milliseconds of one worker's forward and backward pass with --compute-ms"

@@ -21,10 +21,10 @@ from gcbench.core.compressor import (
     Compressor,
     Context,
     Key,
-    Layout,
     MultiRoundCompressor,
     Payload,
     Segments,
+    layout_bytes,
 )
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
@@ -66,14 +66,8 @@ class Message:
 
     def wire(self, workers: int) -> float:
         """Return the bytes that a worker sends to others, as `World` counts them."""
-        factor = {
-            "allreduce": 2 * (workers - 1) / workers,
-            "reducescatter": (workers - 1) / workers,
-            "allgather": workers - 1,
-            "alltoall": (workers - 1) / workers,
-            "hops": (workers - 1) / workers,
-        }
-        return factor[self.kind] * self.nbytes
+        once = (workers - 1) / workers
+        return {"allreduce": 2 * once, "allgather": workers - 1}.get(self.kind, once) * self.nbytes
 
 
 @dataclass(frozen=True)
@@ -95,29 +89,27 @@ def total(messages: Sequence[Message], workers: int) -> Traffic:
     )
 
 
-def _nbytes(layout: Layout) -> int:
-    return sum(dtype.itemsize * numel for dtype, numel in layout)
-
-
-def sample(segments: Segments, elements: int = WEIGHED) -> Segments:
-    """Return the segments of the first `elements` elements of a bucket, or of all if fewer."""
-    return segments if segments.numel <= elements else segments.shard(0, elements)[0]
-
-
 def _normal(method: Compressor, segments: Segments) -> Payload:
     """Return the payload of a normal gradient."""
     x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
-    key = Key(0, 0, 0, 0, purposes.ENCODE)
-    drawn = method.draw_shared(Context(segments, key=key))
-    shared = codec.prepare(method, x, Context(segments)).statistic if drawn is None else drawn
-    return codec.encode(method, x, Context(segments, shared, key))
+    ctx = Context(segments, key=Key(0, 0, 0, 0, purposes.ENCODE))
+    shared, _ = codec.agree(method, [x], ctx)
+    return codec.encode(method, x, ctx._replace(shared=shared))
+
+
+def _weigh(method: Compressor, segments: Segments) -> tuple[Payload, Segments, float]:
+    """Return the payload of a normal gradient of at most `WEIGHED` elements, and its segments.
+
+    The factor extends its size to all segments.
+    """
+    part = segments if segments.numel <= WEIGHED else segments.shard(0, WEIGHED)[0]
+    return _normal(method, part), part, segments.numel / max(1, part.numel)
 
 
 def _measured_size(method: Compressor, segments: Segments) -> tuple[float, int]:
     """Return bytes and parts of a payload whose layout is not declared."""
-    part = sample(segments)
-    payload = _normal(method, part)
-    return payload.nbytes * (segments.numel / max(1, part.numel)), len(payload.parts)
+    payload, _, factor = _weigh(method, segments)
+    return payload.nbytes * factor, len(payload.parts)
 
 
 def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tuple[float, int]:
@@ -126,18 +118,16 @@ def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tup
     The number is 0 if the layout is declared, because then no sizes are sent.
     """
     layout = method.layout(segments, count)
-    return _measured_size(method, segments) if layout is None else (float(_nbytes(layout)), 0)
+    return _measured_size(method, segments) if layout is None else (float(layout_bytes(layout)), 0)
 
 
-def _agreement(method: Compressor, segments: Segments) -> list[Message]:
+def agreement(method: Compressor, segments: Segments) -> list[Message]:
     """Return the message in which the workers agree on a statistic, if there is one."""
     tiny = Segments((0, 1, 2))
     if method.draw_shared(Context(tiny, key=Key(0, 0, 0))) is not None:
         return []
-    entries = (
-        codec.prepare(method, torch.ones(2), Context(tiny)).statistic.numel() / 2 * len(segments)
-    )
-    return [Message("allreduce", 4 * entries)] if entries else []
+    each = codec.prepare(method, torch.ones(2), Context(tiny)).statistic.numel() / 2
+    return [Message("allreduce", 4 * each * len(segments))] if each else []
 
 
 def _rounds(method: MultiRoundCompressor, segments: Segments) -> list[Message]:
@@ -145,17 +135,15 @@ def _rounds(method: MultiRoundCompressor, segments: Segments) -> list[Message]:
     if layout is None:
         nbytes, parts = _measured_size(method, segments)
         return [Message("allreduce", nbytes / parts)] * parts
-    return [Message("allreduce", float(_nbytes((part,)))) for part in layout]
+    return [Message("allreduce", float(layout_bytes((part,)))) for part in layout]
 
 
 def _summed(method: Compressor, segments: Segments, workers: int) -> float:
     """Return the bytes that one worker contributes to an all-reduce of payloads."""
     if type(method).summand is Compressor.summand:
         return payload_bytes(method, segments)[0]
-    part = sample(segments)
-    payload = _normal(method, part)
-    nbytes = method.summand(payload, Context(part, workers=workers)).nbytes
-    return nbytes * (segments.numel / max(1, part.numel))
+    payload, part, factor = _weigh(method, segments)
+    return method.summand(payload, Context(part, workers=workers)).nbytes * factor
 
 
 def _try_merge(method: Compressor, workers: int) -> None:
@@ -196,10 +184,10 @@ def _shards(method: Compressor, collective: str, segments: Segments, workers: in
     if collective == "twoshot":
         _try_merge(method, workers)
     looked = min(filled, SAMPLED if method.layout(segments) is not None else 4)
-    shards = [shard(k * filled // looked) for k in range(looked)]
     up = down = 0.0
     parts = 0
-    for piece in shards:
+    for k in range(looked):
+        piece = shard(k * filled // looked)
         sent, parts = payload_bytes(method, piece)
         merged, _ = payload_bytes(method, piece, workers)
         up, down = up + sent, down + merged
@@ -267,7 +255,7 @@ def _messages(
 ) -> list[Message]:
     if isinstance(method, MultiRoundCompressor):
         return _rounds(method, segments)
-    messages = _agreement(method, segments)
+    messages = agreement(method, segments)
     if collective == "allreduce":
         messages.append(Message("allreduce", _summed(method, segments, workers)))
     elif collective == "allgather":

@@ -70,14 +70,11 @@ def fit(samples: Sequence[Sample]) -> tuple[dict[str, float], float]:
     return shares, 1e6 * max(0.0, statistics.median(rest))
 
 
-def _load() -> dict[str, Transport]:
-    path = Path(__file__).parent / "data" / "transports.yaml"
-    data: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text())
-    return {
-        name: Transport(name, one["share"], one["call_us"], one["source"])
-        for name, one in data.items()
-    }
-
-
-TRANSPORTS = _load()
+_DATA: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "data" / "transports.yaml").read_text()
+)
+TRANSPORTS = {
+    name: Transport(name, one["share"], one["call_us"], one["source"])
+    for name, one in _DATA.items()
+}
 """Name -> communication library."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from gcbench.core import files, progress
-from gcbench.predict.clusters import BACKWARD, Cluster, make
+from gcbench.predict.clusters import BACKWARD, Cluster, Device, Link
 from gcbench.predict.transport import LARGE
 from gcbench.profile.breakeven import rate_text
 from gcbench.report import figures
@@ -45,8 +45,10 @@ class Settings(BaseModel):
     """The SHA-256 of the file of measured rows, so that other rows give another analysis."""
 
 
-class Measured(NamedTuple):
-    """One measured collective or step."""
+class Measured(BaseModel):
+    """One measured collective or step, a row of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     licence: str
@@ -57,14 +59,13 @@ class Measured(NamedTuple):
     gbit: float
     """Rate of each worker's link, one worker per node."""
     workers: int
-    messages: tuple[float, ...]
-    """Bytes that a worker contributes to each message, in order."""
-    collectives: tuple[str, ...]
-    """The collective of each message of a compressed step; else empty."""
-    broadcast: float
-    """Bytes of buffers that DDP broadcasts per step."""
-    compute: float
-    """Seconds of computation in the time; DDP hides messages under two thirds of it."""
+    message_bytes: str
+    """Bytes that a worker contributes to each message, in order; in a method's step each with its
+    collective, as "allgather=4096"."""
+    broadcast_bytes: float
+    """Buffers that DDP broadcasts per step."""
+    compute_ms: float
+    """Computation in the time; DDP hides messages under two thirds of it."""
     seconds: float
     """Median of the measured times."""
     n: int
@@ -72,33 +73,49 @@ class Measured(NamedTuple):
     note: str
 
     @property
+    def messages(self) -> list[tuple[str, float]]:
+        """The collective, "" if it is that of `kind`, and the bytes of each message."""
+        parts = (each.rpartition("=") for each in self.message_bytes.split())
+        return [(collective, float(size)) for collective, _, size in parts]
+
+    @property
+    def total(self) -> float:
+        """Bytes that a worker contributes to all messages."""
+        return sum(size for _, size in self.messages)
+
+    @property
     def cluster(self) -> Cluster:
         """The measured links, in rings without latency."""
-        link = {"gbit": self.gbit}
-        device = {"name": "any", "tflops": 1, "memory_gbyte": 1}
-        settings = {"name": "row", "gpus_per_node": 1, "device": device, "algorithm": "ring"}
-        return make({**settings, "intra": link, "inter": link, "transport": self.transport}, "row")
+        link, device = Link(gbit=self.gbit), Device(name="any", tflops=1, memory_gbyte=1)
+        return Cluster(
+            name="row",
+            gpus_per_node=1,
+            device=device,
+            intra=link,
+            inter=link,
+            transport=self.transport,
+            algorithm="ring",
+        )
 
     def predict(self) -> float:
         """Return the predicted seconds."""
-        cluster, total = self.cluster, sum(self.messages)
+        cluster, total, compute = self.cluster, self.total, self.compute_ms / 1e3
         if self.kind == "ddp":
             spent = cluster.seconds("allreduce", total, self.workers)
-            parts = [size / total for size in self.messages]
-            buffers = cluster.seconds("broadcast", self.broadcast, self.workers)
-            return self.compute + buffers + cluster.exposed(spent, BACKWARD * self.compute, parts)
+            parts = [size / total for _, size in self.messages]
+            buffers = cluster.seconds("broadcast", self.broadcast_bytes, self.workers)
+            return compute + buffers + cluster.exposed(spent, BACKWARD * compute, parts)
         if self.compressed:
-            sent = zip(self.collectives, self.messages, strict=True)
-            return self.compute + sum(cluster.seconds(*one, self.workers) for one in sent)
+            return compute + sum(cluster.seconds(*one, self.workers) for one in self.messages)
         if self.kind == "exchange":
             shards = cluster.seconds("allgather", total / self.workers, self.workers)
-            return self.compute + cluster.seconds("alltoall", total, self.workers) + shards
-        return self.compute + cluster.seconds(self.kind, total, self.workers)
+            return compute + cluster.seconds("alltoall", total, self.workers) + shards
+        return compute + cluster.seconds(self.kind, total, self.workers)
 
     @property
     def compressed(self) -> bool:
         """Whether it is the step of a method."""
-        return bool(self.collectives)
+        return "=" in self.message_bytes
 
     @property
     def method(self) -> str:
@@ -108,7 +125,7 @@ class Measured(NamedTuple):
     @property
     def tests(self) -> bool:
         """Whether its error counts: not fitted; a method's step, or at least 1 MiB."""
-        return not self.fitted and (self.compressed or sum(self.messages) >= LARGE)
+        return not self.fitted and (self.compressed or self.total >= LARGE)
 
     @property
     def error(self) -> float:
@@ -120,54 +137,26 @@ class Measured(NamedTuple):
 def measured() -> tuple[Measured, ...]:
     """Return the packaged rows."""
     with MEASURED.open(newline="") as file:
-        rows = [
-            (row, [each.rpartition("=") for each in row["message_bytes"].split()])
-            for row in csv.DictReader(file)
-        ]
-        return tuple(
-            Measured(
-                source=row["source"],
-                licence=row["licence"],
-                transport=row["transport"],
-                kind=row["kind"],
-                gbit=float(row["gbit"]),
-                workers=int(row["workers"]),
-                messages=tuple(float(size) for *_, size in messages),
-                collectives=tuple(name for name, *_ in messages if name),
-                broadcast=float(row["broadcast_bytes"]),
-                compute=float(row["compute_ms"]) / 1e3,
-                seconds=float(row["seconds"]),
-                n=int(row["n"]),
-                fitted=row["fitted"] == "yes",
-                note=row["note"],
-            )
-            for row, messages in rows
-        )
-
-
-class Band(NamedTuple):
-    """The error of predicted times."""
-
-    error: float
-    """How much longer the longer of predicted and measured time is, a fraction of the shorter."""
-    source: str = ""
-    """The tests that it comes from, as text."""
+        return tuple(Measured.model_validate(row) for row in csv.DictReader(file))
 
 
 class Bands(NamedTuple):
     """The errors of predicted step times on the links between a cluster's nodes."""
 
-    plain: Band
-    """Of uncompressed steps."""
+    plain: float = LEAST_BAND
+    """Of uncompressed steps: how much longer the longer of predicted and measured time is, a
+    fraction of the shorter."""
+    source: str = ""
+    """The tests that it comes from, as text; "" if no link between nodes is used."""
 
     def of(self, method: str) -> float:
         """Return the error of a method's steps; `LEAST_BAND` if no link between nodes is used."""
-        return method_error(method) if self.plain.source else LEAST_BAND
+        return method_error(method) if self.source else LEAST_BAND
 
     @property
     def text(self) -> str:
         """Both as a sentence; "" if no link between nodes is used."""
-        if not self.plain.source:
+        if not self.source:
             return ""
         steps = [one for one in measured() if one.compressed]
         errors = {one.method: method_error(one.method) for one in steps}
@@ -175,35 +164,32 @@ class Bands(NamedTuple):
         over = ", ".join(sorted({one.transport for one in steps}))
         slow, fast = (rate_text(1e9 * pick(one.gbit for one in steps)) for pick in (min, max))
         return (
-            f"Error band: uncompressed {self.plain.error:.0%} ({self.plain.source}), methods "
+            f"Error band: uncompressed {self.plain:.0%} ({self.source}), methods "
             f"{errors[least]:.0%} ({least}) to {errors[most]:.0%} ({most}; {len(steps)} tests over "
             f"{over} at {slow} to {fast})."
         )
 
 
-NO_LINK = Bands(Band(LEAST_BAND))
-
-
 def bands(cluster: Cluster, workers: int) -> Bands:
-    """Return the error bands of `workers` workers of a cluster; `NO_LINK` within one node."""
+    """Return the error bands of `workers` workers of a cluster."""
     if cluster.nodes_of(workers) == 1:
-        return NO_LINK
-    return Bands(band(cluster.transport, cluster.inter.gbit))
+        return Bands()
+    return band(cluster.transport, cluster.inter.gbit)
 
 
 @cache
-def band(transport: str, gbit: float) -> Band:
-    """Return the largest error of the uncompressed tests of a library at the nearest rate.
+def band(transport: str, gbit: float) -> Bands:
+    """Return the error bands from the uncompressed tests of a library at the nearest rate.
 
     Links of rates that were achieved ("achieved") use the tests of NCCL.
     """
     name = "nccl" if transport == "achieved" else transport
-    tests = [one for one in measured() if one.tests and one.transport == name]
-    tests = [one for one in tests if not one.compressed]
+    plain = [one for one in measured() if one.tests and not one.compressed]
+    tests = [one for one in plain if one.transport == name]
     nearest = min((one.gbit for one in tests), key=lambda rate: abs(math.log(rate / gbit)))
     here = [one for one in tests if one.gbit == nearest]
     text = f"{len(here)} tests over {here[0].transport} at {rate_text(1e9 * nearest)}"
-    return Band(_largest(here), text)
+    return Bands(_largest(here), text)
 
 
 @cache
@@ -287,7 +273,7 @@ def _row(one: Measured) -> Row:
         "link": rate_text(1e9 * one.gbit),
         "gbit": one.gbit,
         "workers": one.workers,
-        "bytes": sum(one.messages),
+        "bytes": one.total,
         "measured": one.seconds,
         "predicted": one.predict(),
         "error": one.error,

@@ -42,10 +42,6 @@ class Cost(NamedTuple):
     rounds: float
     """Number of messages sent one after another."""
 
-    def seconds(self, link: float, latency: float) -> float:
-        """Return T on a link of `link` bit/s with `latency` seconds per message."""
-        return self.work + self.rounds * latency + 8 * self.wire / link
-
 
 def baselines(nbytes: float, workers: int, copy: float) -> tuple[Cost, Cost]:
     """Return the costs of ring all-reduces in fp32 and in bf16 of a float32 gradient.

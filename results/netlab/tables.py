@@ -68,13 +68,15 @@ def shapes() -> tuple[tuple[int, ...], ...]:
 def predicted(method: str, record: Record) -> float:
     """Return the seconds of a step: its measured computation, and predicted communication."""
     workers, gbit = record["workers"], record["bits_per_second"] / 1e9
-    kind, names, sizes = "ddp", (), tuple(traffic.buckets(shapes()[::-1]))
+    kind, sizes = "ddp", [str(size) for size in traffic.buckets(shapes()[::-1])]
     if method != "fp32":
         kind = f"{method} step"
-        names, sizes = zip(*messages(method, record), strict=True)
+        sizes = [f"{collective}={size}" for collective, size in messages(method, record)]
     row = validation.Measured(
-        *("", "", "gloo", kind, gbit, workers, sizes, names),
-        *(0.0, compute(record), 0.0, 0, False, ""),
+        **dict.fromkeys(("source", "licence", "note"), ""),
+        **dict.fromkeys(("broadcast_bytes", "seconds", "n", "fitted"), 0),
+        **{"transport": "gloo", "kind": kind, "gbit": gbit, "workers": workers},
+        **{"message_bytes": " ".join(sizes), "compute_ms": 1e3 * compute(record)},
     )
     return row.predict()
 

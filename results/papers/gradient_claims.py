@@ -30,7 +30,7 @@ from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
 from gcbench.profile.histogram.picture import empty
-from gcbench.profile.histogram.reconstruction import ALL, Gradients, Sums, agreed, averages
+from gcbench.profile.histogram.reconstruction import ALL, Gradients, Sums, averages
 from gcbench.profile.histogram.tables import frame_of
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Table, shown
@@ -141,7 +141,7 @@ def clipping(gradients: Gradients, c: float) -> list[Row]:
     method = registry.compressor("terngrad", clip=c)
     segments = gradients.segments(method)
     key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
-    shared = agreed(method, gradients, segments, key)
+    shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))
     per_worker = []
     for rank, bucket in enumerate(gradients.buckets):
         target = method.claims.target(bucket, Context(segments, shared))
@@ -250,7 +250,7 @@ def spectra(gradients: Gradients, share: float) -> list[Row]:
         for name, (method, _) in methods.items():
             segments = gradients.segments(method)
             key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
-            shared = agreed(method, gradients, segments, key)
+            shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))
             for rank, bucket in enumerate(gradients.buckets):
                 payload = codec.encode(
                     method, bucket, Context(segments, shared, key._replace(rank=rank))

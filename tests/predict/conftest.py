@@ -25,4 +25,4 @@ def no_links(request: pytest.FixtureRequest, monkeypatch) -> None:
 def narrow(request: pytest.FixtureRequest, monkeypatch) -> None:
     """Give methods the error band of uncompressed steps, except in tests of the band."""
     if "band" not in request.node.name:
-        monkeypatch.setattr(validation.Bands, "of", lambda self, method: self.plain.error)
+        monkeypatch.setattr(validation.Bands, "of", lambda self, method: self.plain)

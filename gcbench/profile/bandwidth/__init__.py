@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gcbench.core import progress
 from gcbench.profile.bandwidth.picture import draw
-from gcbench.profile.bandwidth.settings import KIND, Settings, items, plan
+from gcbench.profile.bandwidth.settings import KIND, Settings, items
 from gcbench.profile.bandwidth.tables import summarize
 from gcbench.profile.bandwidth.worker import measure
 from gcbench.report import analysis
@@ -37,14 +37,9 @@ def _worker(
     settings = Settings.model_validate_json(settings_json)
     world = engines.join(member, settings.device, settings.threads)
     leads = world.ranks[0] == 0
-    finished = leads and not force and _finished(Path(folder)) is not None
-    measure(world, plan(settings), Path(folder), mode, afresh=force, finished=finished)
+    finished = leads and not force and analysis.finished(Path(folder))
+    measure(world, settings, Path(folder), mode, afresh=force, finished=finished)
     world.close()  # not after an error: report it before the others lose the connection
-
-
-def _finished(folder: Path) -> Analysis | None:
-    """Return the analysis in a folder if it is finished, else None."""
-    return analysis.load(folder) if analysis.finished(folder) else None
 
 
 def run(
@@ -62,17 +57,15 @@ def run(
 
     name = f"{KIND}-{analysis.digest(settings.model_dump(mode='json'))}"
     folder = results / name
-    arguments = settings.model_dump_json(), str(folder), mode
+    arguments = settings.model_dump_json(), str(folder), mode, force
+    finished = analysis.load(folder) if not force and analysis.finished(folder) else None
     if (member := rank.from_torchrun()) is not None:
         engines.check_size(member, settings.workers)
-        finished = None if force else _finished(folder)
-        _worker(member, *arguments, force)
+        _worker(member, *arguments)
         if member.rank != 0:
             return None
-    else:
-        finished = None if force else _finished(folder)
-        if finished is None:
-            launch.in_processes(settings.workers, settings.threads, _worker, (*arguments, force))
+    elif finished is None:
+        launch.in_processes(settings.workers, settings.threads, _worker, arguments)
     if finished is not None:
         return finished, False
     with analysis.Ledger(folder).open() as ledger:

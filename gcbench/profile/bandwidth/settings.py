@@ -6,13 +6,14 @@ import re
 import shlex
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from gcbench import ops
 from gcbench.core import exchange
 from gcbench.core.compressor import COLLECTIVES
 from gcbench.core.errors import UsageError, unknown
-from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item, Plan
+from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item
 from gcbench.training import configuration, limits, methods, rank
 
 KIND = "bandwidth"
@@ -155,7 +156,8 @@ def make(
         **others,
     )
     configuration.require_device(settings.device)
-    _require_gpus(settings, here)
+    if settings.library == "nccl" and here > (gpus := torch.cuda.device_count()):
+        raise UsageError(f"{here} workers on {gpus} GPU(s): NCCL needs one GPU per worker")
     ops.choose(settings.backend, settings.device.partition(":")[0])
     items(settings)
     return settings
@@ -165,15 +167,6 @@ def _names(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words of a comma-separated list, each once."""
     words = [word.strip() for word in (text or "").split(",")]
     return tuple(dict.fromkeys(filter(None, words))) or default
-
-
-def _require_gpus(settings: Settings, here: int) -> None:
-    if settings.library == "nccl":
-        import torch
-
-        gpus = torch.cuda.device_count()
-        if here > gpus:
-            raise UsageError(f"{here} workers on {gpus} GPU(s): NCCL needs one GPU per worker")
 
 
 def items(settings: Settings) -> tuple[Item, ...]:
@@ -204,20 +197,6 @@ def combinations(settings: Settings) -> list[tuple[str, str, bool]]:
                 wanted = named
         result += [(spec, name, name in legal) for name in wanted]
     return result
-
-
-def plan(settings: Settings) -> Plan:
-    """Return the plan of each worker."""
-    return Plan(
-        items=items(settings),
-        sizes=settings.sizes,
-        iterations=settings.iterations,
-        warmup=settings.warmup,
-        backend=settings.backend,
-        threads=settings.threads,
-        seed=settings.seed,
-        with_memory=settings.memory,
-    )
 
 
 def command(settings: Settings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from gcbench import ops
 from gcbench.profile.bandwidth.settings import KIND, Settings, combinations, command, size_text
 from gcbench.profile.bandwidth.transfers import PARTS, YARDSTICK, Item
 from gcbench.profile.breakeven import FLOAT, Cost, covers, pays_fields
-from gcbench.report import analysis
 from gcbench.report.analysis import Analysis, Row, Table, shown
 
 LINKS = (1, 10, 100)
@@ -82,12 +82,8 @@ def noise(seconds: Sequence[float]) -> list[str]:
 
 def pays_from(sizes: Sequence[int], pays: Mapping[int, bool]) -> int | None:
     """Return the smallest size such that the exchange pays at it and at all larger sizes."""
-    smallest = None
-    for size in sorted(sizes, reverse=True):
-        if not pays.get(size, False):
-            break
-        smallest = size
-    return smallest
+    paying = itertools.takewhile(pays.get, sorted(sizes, reverse=True))
+    return min(paying, default=None)
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -208,16 +204,17 @@ def summarize(settings: Settings, records: Records) -> Analysis:
             rows=fastest,
         ),
     ]
-    return Analysis(
-        kind=KIND,
-        settings=settings.model_dump(mode="json"),
-        command=command(settings),
-        provenance={**analysis.provenance(), "kernels": backend},
+    result = Analysis.of(
+        KIND,
+        settings,
+        command(settings),
         answer=_answers(settings, rows, crossings),
         conclusions=_conclusions(settings, rows, crossings),
         tables=tables,
         failed=any(row["failed"] or row["wrong"] for row in rows),
     )
+    result.provenance["kernels"] = backend
+    return result
 
 
 def _place(size: int, item: Item) -> Row:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,19 +45,6 @@ class Item(NamedTuple):
     def key(self, size: int) -> str:
         """Return the key of a measurement in the ledger."""
         return f"{self.kind} {self.method} {self.collective} {size}"
-
-
-class Plan(NamedTuple):
-    """What each worker measures, and how."""
-
-    items: tuple[Item, ...]
-    sizes: tuple[int, ...]
-    iterations: int
-    warmup: int
-    backend: str
-    threads: int
-    seed: int
-    with_memory: bool
 
 
 @dataclass
@@ -151,67 +139,45 @@ def _loopback(world: World, count: int) -> Probe:
 # ---- the library's own collectives ---------------------------------------------------------------
 
 
+def _patterns(world: World, start: int, stop: int) -> Iterator[Tensor]:
+    """Yield the patterns of all workers in order."""
+    return (pattern(rank, start, stop, world.device) for rank in range(world.size))
+
+
 def _all_reduce(world: World, count: int) -> Probe:
-    rank, size, device = world.ranks[0], world.size, world.device
-    x = pattern(rank, 0, count, device)
+    size, x = world.size, pattern(world.ranks[0], 0, count, world.device)
     out = torch.empty_like(x)
 
     def wrong() -> int:
-        expected = torch.zeros_like(x)
-        for other in range(size):
-            expected += pattern(other, 0, count, device)
-        return int((out != expected).sum())
+        return int((out != sum(_patterns(world, 0, count))).sum())
 
     wire = 2 * (size - 1) / size * 4 * count
     return Probe(4 * count, wire, lambda: dist.all_reduce(out), wrong, lambda: out.copy_(x))
 
 
-def _reduce_scatter(world: World, count: int) -> Probe:
-    rank, size, device = world.ranks[0], world.size, world.device
+def _sharded(
+    collective: Callable[[Tensor, Tensor], object],
+    sends: bool,
+    receives: bool,
+    world: World,
+    count: int,
+) -> Probe:
+    """Cut a tensor into equal shards, one per worker.
+
+    `sends`, `receives`: whether a worker sends and receives all shards, or only its own.
+    """
+    rank, size = world.ranks[0], world.size
     shard = max(1, count // size)
-    x = pattern(rank, 0, shard * size, device)
-    out = x.new_empty(shard)
+    x = pattern(rank, 0, shard * size if sends else shard, world.device)
+    out = x.new_empty(shard * size if receives else shard)
 
     def wrong() -> int:
-        expected = torch.zeros_like(out)
-        for other in range(size):
-            expected += pattern(other, rank * shard, (rank + 1) * shard, device)
-        return int((out != expected).sum())
+        place = (rank * shard, (rank + 1) * shard) if sends else (0, shard)
+        pieces = _patterns(world, *place)
+        return int((out != (torch.cat([*pieces]) if receives else sum(pieces))).sum())
 
     nbytes = 4 * shard * size
-    call = lambda: reduce_scatter(out, x)  # noqa: E731
-    return Probe(nbytes, (size - 1) / size * nbytes, call, wrong, out.zero_)
-
-
-def _all_gather(world: World, count: int) -> Probe:
-    rank, size, device = world.ranks[0], world.size, world.device
-    shard = max(1, count // size)
-    x = pattern(rank, 0, shard, device)
-    out = x.new_empty(shard * size)
-
-    def wrong() -> int:
-        expected = torch.cat([pattern(other, 0, shard, device) for other in range(size)])
-        return int((out != expected).sum())
-
-    nbytes = 4 * shard * size
-    call = lambda: all_gather(out, x)  # noqa: E731
-    return Probe(nbytes, (size - 1) / size * nbytes, call, wrong, out.zero_)
-
-
-def _alltoall(world: World, count: int) -> Probe:
-    rank, size, device = world.ranks[0], world.size, world.device
-    shard = max(1, count // size)
-    x = pattern(rank, 0, shard * size, device)
-    out = torch.empty_like(x)
-
-    def wrong() -> int:
-        mine = rank * shard, (rank + 1) * shard
-        expected = torch.cat([pattern(other, *mine, device) for other in range(size)])
-        return int((out != expected).sum())
-
-    nbytes = 4 * shard * size
-    call = lambda: dist.all_to_all_single(out, x)  # noqa: E731
-    return Probe(nbytes, (size - 1) / size * nbytes, call, wrong, out.zero_)
+    return Probe(nbytes, (size - 1) / size * nbytes, lambda: collective(out, x), wrong, out.zero_)
 
 
 def _broadcast(world: World, count: int) -> Probe:
@@ -242,9 +208,9 @@ def _sendrecv(world: World, count: int) -> Probe:
 BOUNDS: Mapping[str, Callable[[World, int], Probe]] = {"memcpy": _memcpy, "loopback": _loopback}
 PLAIN: Mapping[str, Callable[[World, int], Probe]] = {
     "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "alltoall": _alltoall,
+    "reduce_scatter": partial(_sharded, reduce_scatter, True, False),
+    "all_gather": partial(_sharded, all_gather, False, True),
+    "alltoall": partial(_sharded, dist.all_to_all_single, True, True),
     "broadcast": _broadcast,
     "sendrecv": _sendrecv,
 }

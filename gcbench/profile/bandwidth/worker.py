@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from gcbench.core.errors import GcbenchError, PeerLostError
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.schema import PHASES
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
-from gcbench.profile.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK, Item, Plan, Probe
+from gcbench.profile.bandwidth.settings import Settings, items
+from gcbench.profile.bandwidth.transfers import BOUNDS, PARTS, PLAIN, YARDSTICK, Item, Probe
 from gcbench.report.analysis import Ledger
 from gcbench.training import methods
 
@@ -71,27 +72,33 @@ class Subject:
     def __init__(
         self,
         world: DistributedWorld,
-        plan: Plan,
+        settings: Settings,
         inputs: Inputs,
         method: Compressor,
         collective: str,
     ) -> None:
-        self.world, self.plan, self.inputs = world, plan, inputs
+        self.world, self.settings, self.inputs = world, settings, inputs
         self.method, self.collective = method, collective
         self.segments = Segments.of(shapes(inputs.count), method.granularity)
         self.memory: memory.Memory = memory.Memory()
-        if plan.with_memory:
+        if settings.memory:
             self.memory = memory.of(method)
-        self.clock = Clock(world.device)
-        self.clock.start_step()
-        self.exchange = self._new_exchange(world, self.memory, self.clock)
+        self.exchange = self._new_exchange(world, method, collective, self.memory)
         self.step = 0
         self.rounds = 0.0
         self.last = torch.empty(0)
 
-    def _new_exchange(self, world: World, carried: memory.Memory, clock: Clock) -> Exchange:
-        lane = Lane(self.method, self.collective, 0, self.segments, carried)
-        return Exchange(world, [lane], self.plan.seed, clock)
+    def _new_exchange(
+        self, world: World, method: Compressor, collective: str, carried: memory.Memory
+    ) -> Exchange:
+        lane = Lane(method, collective, 0, self.segments, carried)
+        return Exchange(world, [lane], self.settings.seed, Clock(world.device))
+
+    def _simulation(self, method: Compressor, collective: str, link: Link) -> Exchange:
+        """Return an exchange of the same workers in this process."""
+        size, threads = self.world.size, self.settings.threads
+        world = SimulatedWorld(size, self.world.device, link, threads, 1)
+        return self._new_exchange(world, method, collective, self.memory)
 
     def _unlike_definition(self, mean: Tensor) -> str:
         """Compare the first mean, shape (n,), with its definition; return what is wrong, or "".
@@ -111,11 +118,8 @@ class Subject:
             return ""  # its aggregate is not a mean, but defined by the method
         if not requantizes(method) and "allgather" in method.legal_collectives():
             collective = "allgather"
-        world = SimulatedWorld(self.world.size, self.world.device, Link(1, 0), self.plan.threads, 1)
-        clock = Clock(world.device)
-        clock.start_step()
-        lane = Lane(method, collective, 0, self.segments, self.memory)
-        defined = Exchange(world, [lane], self.plan.seed, clock).mean(self.inputs.all, 0).double()
+        simulation = self._simulation(method, collective, Link(1, 0))
+        defined = simulation.mean(self.inputs.all, 0).double()
         off = float((mean.double() - defined).norm() / defined.norm().clamp(min=1e-30))
         return "" if off <= 1e-3 else f"its mean is {off:.2g} of its norm off the definition"
 
@@ -125,12 +129,9 @@ class Subject:
         It also counts the messages that an exchange sends one after another (`rounds`).
         """
         link = Link(math.inf, 1e6)  # one second per message: modelled seconds count messages
-        world = SimulatedWorld(self.world.size, self.world.device, link, self.plan.threads, 1)
-        clock = Clock(world.device)
-        clock.start_step()
-        exchange = self._new_exchange(world, self.memory, clock)
+        exchange = self._simulation(self.method, self.collective, link)
         means = [exchange.mean(self.inputs.all, step).clone() for step in range(CHECKED)]
-        self.rounds = world.modelled_seconds / CHECKED
+        self.rounds = exchange.world.modelled_seconds / CHECKED
         return means
 
     def _expected(self) -> list[Tensor]:
@@ -194,10 +195,9 @@ class Subject:
             return wrong, how
         family = method.claims.exact_for[0]
         xs, mean = exchanges.exact_mean(method, self.collective, family, self.segments, size)
-        clock = Clock(self.world.device)
-        clock.start_step()
         gradient = xs[self.world.ranks[0]].to(self.world.device)
-        mean_here = self._new_exchange(self.world, memory.Memory(), clock).mean([gradient], 0)
+        exchange = self._new_exchange(self.world, method, self.collective, memory.Memory())
+        mean_here = exchange.mean([gradient], 0)
         wrong += exchanges.count_inexact(mean_here.cpu(), mean, method.claims.portable)
         return wrong, f"{how}, exact"
 
@@ -248,9 +248,11 @@ def _mean(world: DistributedWorld, value: float) -> float:
     return sum(world.collect([value])) / world.size
 
 
-def _probed(world: DistributedWorld, plan: Plan, probe: Probe) -> dict[str, Any]:
+def _probed(world: DistributedWorld, settings: Settings, probe: Probe) -> dict[str, Any]:
     with closing(probe):
-        (steps,) = timed(world, [(Clock(world.device), probe)], plan.warmup, plan.iterations)
+        (steps,) = timed(
+            world, [(Clock(world.device), probe)], settings.warmup, settings.iterations
+        )
         wrong = sum(world.collect([probe.wrong()]))
     return {
         "bytes": probe.nbytes,
@@ -261,11 +263,13 @@ def _probed(world: DistributedWorld, plan: Plan, probe: Probe) -> dict[str, Any]
     }
 
 
-def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
+def _exchanged(
+    world: DistributedWorld, settings: Settings, item: Item, inputs: Inputs
+) -> dict[str, Any]:
     """Measure an exchange, alternating with the plain all-reduce of the same size."""
     count, compressor = inputs.count, methods.parse(item.method)
     try:
-        subject = Subject(world, plan, inputs, compressor, item.collective)
+        subject = Subject(world, settings, inputs, compressor, item.collective)
         wrong, how = subject.check()
     except Failed as failure:
         return {"bytes": 4 * count, "failed": str(failure)}
@@ -273,9 +277,9 @@ def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) 
     traffic.payload_up = traffic.payload_down = traffic.wire = 0.0
     probe = Probe(4 * count, math.nan, subject.advance, subject.unlike)
     plain = PLAIN[YARDSTICK](world, count)
-    pair = [(subject.clock, probe), (Clock(world.device), plain)]
-    steps, others = timed(world, pair, plan.warmup, plan.iterations)
-    each = plan.warmup + plan.iterations
+    pair = [(subject.exchange.clock, probe), (Clock(world.device), plain)]
+    steps, others = timed(world, pair, settings.warmup, settings.iterations)
+    each = settings.warmup + settings.iterations
     columns = dict(zip((*PHASES, "step"), zip(*steps, strict=True), strict=True))
     return {
         "bytes": 4 * count,
@@ -292,19 +296,21 @@ def _exchanged(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) 
     }
 
 
-def _record(world: DistributedWorld, plan: Plan, item: Item, inputs: Inputs) -> dict[str, Any]:
+def _record(
+    world: DistributedWorld, settings: Settings, item: Item, inputs: Inputs
+) -> dict[str, Any]:
     match item.kind:
         case "exchange":
-            return _exchanged(world, plan, item, inputs)
+            return _exchanged(world, settings, item, inputs)
         case "library":
-            return _probed(world, plan, PLAIN[item.collective](world, inputs.count))
+            return _probed(world, settings, PLAIN[item.collective](world, inputs.count))
         case _:
-            return _probed(world, plan, BOUNDS[item.method](world, inputs.count))
+            return _probed(world, settings, BOUNDS[item.method](world, inputs.count))
 
 
 def measure(
     world: DistributedWorld,
-    plan: Plan,
+    settings: Settings,
     folder: Path,
     mode: progress.Mode,
     *,
@@ -315,37 +321,25 @@ def measure(
 
     `finished` (on worker 0): everything is measured, and the ledger is deleted.
     """
-    if world.ranks[0] == 0 and not finished:
-        with Ledger(folder).open(afresh=afresh) as ledger:
-            _all(world, plan, ledger, mode)
-    else:
-        _all(world, plan, None, mode, finished=finished)
-
-
-def _all(
-    world: DistributedWorld,
-    plan: Plan,
-    ledger: Ledger | None,
-    mode: progress.Mode,
-    *,
-    finished: bool = False,
-) -> None:
-    ops.use(plan.backend)
-    keys = [item.key(size) for size in plan.sizes for item in plan.items]
-    left = [key for key in keys if not finished and (ledger is None or key not in ledger)]
-    left = world.collect([left])[0]
-    observer = progress.observer(mode if ledger is not None else "none", "bandwidth", len(keys))
-    done = len(keys) - len(left)
-    observer.step(done)
-    try:
-        for size in plan.sizes:
+    ops.use(settings.backend)
+    chosen = items(settings)
+    keys = [item.key(size) for size in settings.sizes for item in chosen]
+    leads = world.ranks[0] == 0 and not finished
+    opened = Ledger(folder).open(afresh=afresh) if leads else nullcontext()
+    shown = mode if leads else "none"
+    with opened as ledger, closing(progress.observer(shown, "bandwidth", len(keys))) as observer:
+        left = [key for key in keys if not finished and (ledger is None or key not in ledger)]
+        left = world.collect([left])[0]
+        done = len(keys) - len(left)
+        observer.step(done)
+        for size in settings.sizes:
             inputs = Inputs(world, size // 4)
-            for item in plan.items:
+            for item in chosen:
                 key = item.key(size)
                 if key not in left:
                     continue
                 try:
-                    record = _record(world, plan, item, inputs)
+                    record = _record(world, settings, item, inputs)
                 except PeerLostError:
                     raise
                 except Exception as error:  # other workers may wait for this one: stop all
@@ -357,5 +351,3 @@ def _all(
                     ledger[key] = record
                 done += 1
                 observer.step(done, f"{item.name}, {size:,} bytes")
-    finally:
-        observer.close()

@@ -8,10 +8,13 @@ and steps (`tables`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
 from gcbench.core import progress, registry
 from gcbench.core.compressor import TILE, Compressor
@@ -160,33 +163,28 @@ def apply(
         Sums.of(gradients, x, y) for x, y in zip(gradients.buckets, decoded.alone, strict=True)
     ]
     averaged = Sums.of(gradients, gradients.mean, decoded.averaged)
-    bits = {"bits_up": decoded.bits_up, "bits_down": decoded.bits_down}
-    pooled: list[Row] = []
-    for group, members in gradients.groups().items():
-        share = reconstruction.marginal_bits(method, gradients.layers, members.tolist())
+    sent = {"bits_up": decoded.bits_up, "bits_down": decoded.bits_down}
+
+    def bits(members: Tensor) -> float | None:
+        """Return the bits per element that a payload saves without these layers."""
+        saved = reconstruction.marginal_bits(method, gradients.layers, members.tolist())
         n = int(gradients.lengths[members].sum())
-        pooled.append(
-            {
-                "group": group,
-                **_figures(alone, averaged, members),
-                **(bits if group == ALL else {}),
-                "bits": share / n if share is not None and n >= TILE and group != ALL else None,
-            }
-        )
+        return saved / n if saved is not None and n >= TILE else None
+
+    pooled: list[Row] = [
+        {
+            "group": group,
+            **_figures(alone, averaged, members),
+            **(sent if group == ALL else {}),
+            "bits": None if group == ALL else bits(members),
+        }
+        for group, members in gradients.groups().items()
+    ]
     layers: list[Row] = []
     for i in which:
-        layer = gradients.layers[i]
-        share = reconstruction.marginal_bits(method, gradients.layers, [i])
-        one = gradients.lengths.new_tensor([i])
-        layers.append(
-            {
-                "layer": layer.name,
-                "kind": layer.kind,
-                "elements": layer.numel,
-                **_figures(alone, averaged, one),
-                "bits": share / layer.numel if share is not None and layer.numel >= TILE else None,
-            }
-        )
+        layer, one = gradients.layers[i], torch.tensor([i])
+        row: Row = {"layer": layer.name, "kind": layer.kind, "elements": layer.numel}
+        layers.append({**row, **_figures(alone, averaged, one), "bits": bits(one)})
     return {
         "steps": pooled,
         "layers": layers,
@@ -194,7 +192,7 @@ def apply(
     }
 
 
-def _figures(alone: Sequence[Sums], averaged: Sums, members: Any) -> Row:
+def _figures(alone: Sequence[Sums], averaged: Sums, members: Tensor) -> Row:
     per_worker = reconstruction.averages([one.over(members) for one in alone])
     joint = averaged.over(members)
     return {
@@ -275,17 +273,11 @@ def measure(
         methods={word: registry.call(method) for word, method in all_of.items()},
         sources=specs.sources(all_of),
         layers=layers,
-    ).model_dump()
-    result = Analysis(
-        kind=KIND,
-        settings=settings,
-        command=command,
-        provenance=measuring.provenance(),
-        tables=[],
     )
+    folder = results / f"{KIND}-{measuring.digest(settings.model_dump())}"
     rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins")}
     watch = progress.observer(shown, KIND, len(loaded) * (len(all_of) + 1))
-    with Ledger(results / result.name).open(afresh=force) as ledger:
+    with Ledger(folder).open(afresh=force) as ledger:
         try:
             done = 0
             for one in loaded:
@@ -301,8 +293,9 @@ def measure(
                     watch.step(done, f"step {one.step}, {word}")
         finally:
             watch.close()
+        shown_tables, answer = tables.of(rows, settings.model_dump())
+        result = Analysis.of(KIND, settings, command, tables=shown_tables, answer=answer)
         result.provenance["started"] = ledger.started
-        result.tables, result.answer = tables.of(rows, settings)
     return result
 
 
@@ -314,31 +307,21 @@ def _jobs(
     binned: Sequence[int],
 ) -> dict[str, Callable[[], dict[str, list[Row]]]]:
     """Return the computations on one capture, by name; gradients are read when first needed."""
-    held: list[Gradients] = []
 
+    @cache
     def gradients() -> Gradients:
-        if not held:
-            held.append(Gradients(one.layers, one.buckets(workers), one.step, one.seed))
-        return held[0]
+        return Gradients(one.layers, one.buckets(workers), one.step, one.seed)
 
-    def itself() -> dict[str, list[Row]]:
+    def job(method: Compressor | None) -> dict[str, list[Row]]:
         problem = gradients().problem()
-        if problem:
-            return {"steps": [{"group": ALL, "failed": problem}]}
-        return plain(gradients(), binned)
-
-    def of(method: Compressor) -> Callable[[], dict[str, list[Row]]]:
-        def job() -> dict[str, list[Row]]:
-            problem = gradients().problem()
-            if problem:
-                return {"steps": [{"group": ALL, "failed": problem}]}
+        if problem is None:
+            if method is None:
+                return plain(gradients(), binned)
             try:
                 return apply(method, gradients(), which, binned)
             except Exception as error:
                 # A failing method, perhaps a third party's, must not affect the others.
-                message = (str(error).splitlines() or [""])[0]
-                return {"steps": [{"group": ALL, "failed": f"{type(error).__name__}: {message}"}]}
+                problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return {"steps": [{"group": ALL, "failed": problem}]}
 
-        return job
-
-    return {GRADIENT: itself, **{word: of(method) for word, method in methods.items()}}
+    return {word: partial(job, method) for word, method in {GRADIENT: None, **methods}.items()}

@@ -13,7 +13,7 @@ from gcbench.report.analysis import Analysis, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import SubFigure
+    from matplotlib.figure import Figure
 
 COLUMNS = 4
 """Number of methods with histograms in the picture; the tables have all."""
@@ -61,23 +61,15 @@ def draw(analysis: Analysis, path: Path) -> None:
     if left_out:
         subtitle += f", {' and '.join(left_out)}"
     with figures.canvas(WIDTH, 2.0 * max(1, len(layers)) + 1.9) as figure:
-        part: Any = figure.subfigures(1, 1)
-        _histograms(part, bins, layers, able[:COLUMNS], last, subtitle)
+        figure.suptitle(f"Decoded gradients: {subtitle}", fontsize="medium")
+        _histograms(figure, [row for row in bins if row["step"] == last], layers, able[:COLUMNS])
         figures.save(figure, path)
 
 
 def empty(axes: Axes, why: str) -> None:
     """Write the reason into an empty panel."""
-    axes.text(
-        0.5,
-        0.5,
-        why,
-        ha="center",
-        va="center",
-        color="0.35",
-        transform=axes.transAxes,
-        fontsize="small",
-    )
+    look: dict[str, Any] = dict(ha="center", va="center", color="0.35", fontsize="small")
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, **look)
 
 
 # ---- histograms ----------------------------------------------------------------------------------
@@ -95,17 +87,11 @@ def _steps(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 
 
 def _histograms(
-    part: SubFigure,
-    rows: Sequence[Row],
-    layers: Sequence[str],
-    methods: Sequence[str],
-    step: int,
-    subtitle: str,
+    figure: Figure, rows: Sequence[Row], layers: Sequence[str], methods: Sequence[str]
 ) -> None:
-    """Draw one row of panels per layer and one column per method, for the last step."""
-    part.suptitle(f"Decoded gradients: {subtitle}", fontsize="medium")
+    """Draw one row of panels per layer and one column per method, from the rows of one step."""
     if not layers or not methods:
-        axes = part.subplots()
+        axes = figure.subplots()
         axes.set_axis_off()
         empty(axes, "no histogram: " + ("no layer was chosen" if methods else "all methods failed"))
         return
@@ -116,14 +102,9 @@ def _histograms(
         "gradient": {"color": "0.8", "fill": True, "label": "gradients of the workers"},
         "target": {"color": "0.45", "lw": 1.4, "ls": (0, (2, 1)), "label": "clipped"},
         "decoded": {"color": "0.1", "lw": 1.8, "label": "decoded, per worker"},
-        "averaged": {
-            "color": orange,
-            "lw": 1.6,
-            "label": "averaged over the workers",
-        },
+        "averaged": {"color": orange, "lw": 1.6, "label": "averaged over the workers"},
     }
-    grid = part.subplots(len(layers), len(methods), squeeze=False, sharex=True, sharey=True)
-    here = [row for row in rows if row["step"] == step]
+    grid = figure.subplots(len(layers), len(methods), squeeze=False, sharex=True, sharey=True)
     for line, layer in zip(grid, layers, strict=True):
         for axes, method in zip(line, methods, strict=True):
             drawn = 0
@@ -131,7 +112,7 @@ def _histograms(
                 whose = GRADIENT if values == "gradient" else method
                 filled = [
                     row
-                    for row in here
+                    for row in rows
                     if (row["layer"], row["method"], row["values"]) == (layer, whose, values)
                 ]
                 if filled:
@@ -153,7 +134,7 @@ def _histograms(
     for axes in grid.flat:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    part.legend(
+    figure.legend(
         handles.values(),
         handles.keys(),
         loc="outside lower center",

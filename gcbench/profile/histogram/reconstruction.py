@@ -139,11 +139,6 @@ def averages(dicts: Sequence[Mapping[str, float | None]]) -> dict[str, float | N
 # ---- running a method ----------------------------------------------------------------------------
 
 
-def agreed(method: Compressor, gradients: Gradients, segments: Segments, key: Key) -> Tensor:
-    """Return the `shared` tensor on which the workers agree before they encode."""
-    return codec.agree(method, gradients.buckets, Context(segments, key=key))[0]
-
-
 class Decoded(NamedTuple):
     """The reconstructions of one step's gradients."""
 
@@ -163,7 +158,7 @@ def exchange(method: Compressor, gradients: Gradients) -> Decoded:
     """Encode and decode each bucket alone, and exchange all by the method's default collective."""
     segments = gradients.segments(method)
     key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
-    shared = agreed(method, gradients, segments, key)
+    shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))
     targets, alone = [], []
     ctx = Context(segments, shared, workers=len(gradients.buckets))
     for rank, bucket in enumerate(gradients.buckets):
@@ -173,10 +168,8 @@ def exchange(method: Compressor, gradients: Gradients) -> Decoded:
     workers, n = len(gradients.buckets), segments.numel
     threads = torch.get_num_threads()
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10, 50), threads, 1)
-    clock = Clock(world.device)
-    clock.start_step()
     lane = Lane(method, method.legal_collectives()[0], 0, segments)
-    engine = Exchange(world, [lane], gradients.seed, clock)
+    engine = Exchange(world, [lane], gradients.seed, Clock(world.device))
     averaged = engine.mean(list(gradients.buckets), gradients.step)
     up = sum(traffic.payload_up for traffic in world.traffic) / workers
     down = sum(traffic.payload_down for traffic in world.traffic) / workers
