@@ -204,11 +204,7 @@ class Summary:
 
 @cache
 def _checks_of(keys: frozenset[str]) -> tuple[frozenset[str], dict[str, Check]]:
-    """Return one object for all summaries with these keys, and the checks of their fields.
-
-    Raises:
-        WrongValueError: a field is missing.
-    """
+    """Return one object for all summaries with these keys, and the checks of their fields."""
     for name in _REQUIRED:
         if name not in keys:
             raise WrongValueError("required", None, name)
