@@ -224,11 +224,6 @@ def values(spec: Mapping[str, Any]) -> list[Measured]:
 # ---- sentences -----------------------------------------------------------------------------------
 
 
-def finding(entry: Mapping[str, Any]) -> str:
-    """Return the sentences of a finding, with its values."""
-    return _filled(entry["text"], entry)
-
-
 def _filled(text: str, entry: Mapping[str, Any]) -> str:
     """Return a text with the values of its entry."""
     numbers = {}
@@ -267,7 +262,7 @@ def _wrapped(sentence: str, mark: str) -> str:
 
 def page(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the findings and the table of claims."""
-    yield from (_wrapped(finding(entry), "* ") for entry in document["findings"])
+    yield from (_wrapped(_filled(entry["text"], entry), "* ") for entry in document["findings"])
     yield "\n| source | claim, in our words | here | verdict |\n| :- | :- | :- | :- |"
     yield from map(judged, document["claims"])
 
@@ -277,7 +272,7 @@ def main() -> None:
     document = yaml.safe_load((RESULTS / "claims.yaml").read_text(encoding="utf-8"))
     if sys.argv[1:] == ["--readme"]:
         quoted = (entry for entry in document["findings"] if entry.get("readme"))
-        print("\n".join(_wrapped(finding(e), f"{i}. ") for i, e in enumerate(quoted, 1)))
+        print("\n".join(_wrapped(_filled(e["text"], e), f"{i}. ") for i, e in enumerate(quoted, 1)))
     elif not sys.argv[1:]:
         print("\n".join(page(document)))
     else:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gcbench.core import progress
     from gcbench.report.analysis import Analysis
 
-    Draw = Callable[[Analysis, Path], list[Path] | None]
+    Draw = Callable[[Analysis, Path], None]
 
 RUNS = Path("results/runs")
 ANALYSES = Path("results/analyses")
@@ -158,8 +158,8 @@ class Output(NamedTuple):
         shown = "json" if self.json else self.format_.value
         output.emit(measuring.render(analysis, shown, details=self.details))
         for path in filter(None, (folder / f"{analysis.kind}.png", self.plot)):
-            drawn = (draw or kinds.draw)(analysis, path) or [path]
-            say(f"wrote {', '.join(map(str, drawn))}")
+            (draw or kinds.draw)(analysis, path)
+            say(f"wrote {path}")
 
     def run(self, study: Any, settings: Any, steps: int, code: str = "", **more: Any) -> Analysis:
         """Run an analysis that stores its finished parts in a ledger, and show its progress.
@@ -252,23 +252,23 @@ def command_line() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def numbers(flag: str, text: str, cast: Callable[[float], Any]) -> list[Any]:
-    """Return the numbers of a comma-separated list, each once; 1e3 is 1000.
+def numbers(flag: str, text: str) -> list[int]:
+    """Return the whole numbers of a comma-separated list, each once; 1e3 is 1000.
 
     Raises:
-        UsageError: a word is not a number above 0, or not an integer if `cast` is int.
+        UsageError: a word is not a whole number above 0, or there is none.
     """
     values = []
     for word in filter(None, (piece.strip() for piece in text.split(","))):
         value = -1.0
         with suppress(ValueError):
             value = float(word)
-        if not 0 < value < math.inf or (cast is int and value != int(value)):
-            kind = "whole numbers" if cast is int else "numbers"
+        if not 0 < value < math.inf or not value.is_integer():
             raise UsageError(
-                f"{flag} {text!r}: {kind} above 0 with commas expected ({word!r} came), e.g. 8,64"
+                f"{flag} {text!r}: whole numbers above 0 with commas expected ({word!r} came), "
+                "e.g. 8,64"
             )
-        values.append(cast(value))
+        values.append(int(value))
     if not values:
         raise UsageError(f"{flag}: at least one number expected, e.g. {flag} 8,64")
     return list(dict.fromkeys(values))

@@ -66,7 +66,7 @@ def advise(
         advice.Settings,
         changes,
         compressors=chosen,
-        workers=numbers("--workers", workers, int),
+        workers=numbers("--workers", workers),
         tolerance=tolerance / 100,
         tolerance_loss=tolerance_loss,
         margin=margin / 100,

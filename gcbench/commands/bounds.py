@@ -52,9 +52,7 @@ def bounds(
     ] = 20,
     strict: Annotated[
         bool,
-        typer.Option(
-            help="Exit code 1 if a theorem's bound is violated, or no theorem judges a method."
-        ),
+        option("Exit code 1 if a theorem's bound is violated, or no theorem judges a method."),
     ] = False,
     data_dir: DataDir = None,
     out: Output,

@@ -215,11 +215,7 @@ def _load_suite(name: str) -> Suite:
 
 
 def _conditions(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each setting in words like workers=2,4.
-
-    Raises:
-        UsageError: a word has another form, or a setting comes twice.
-    """
+    """Return the values of each setting in words like workers=2,4."""
     conditions: dict[str, list[str]] = {}
     for word in arguments:
         key, equals, values = word.partition("=")

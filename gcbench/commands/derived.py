@@ -18,11 +18,7 @@ DATA = "data_dir"
 
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
-    """Return the command-line parameter of one settings field; lists are comma-separated.
-
-    Raises:
-        GcbenchError: no flag can represent the field's type or name.
-    """
+    """Return the command-line parameter of one settings field; lists are comma-separated."""
     kind = field.annotation
     is_list = get_origin(kind) is list
     if is_list:

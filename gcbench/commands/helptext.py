@@ -39,10 +39,8 @@ def _rows(records: list[tuple[str, str]], width: int) -> str:
     for name, help in records:
         if width < NARROW or len(name) > BESIDE - 2:
             lines.append(f"  {name}")
-            if help and width < NARROW:
-                lines.append(wrapped(help, width, " " * 6))
-            elif help:
-                lines.append(wrapped(help, width, " " * (BESIDE + 2)))
+            if help:
+                lines.append(wrapped(help, width, " " * (6 if width < NARROW else BESIDE + 2)))
         else:
             text = wrapped(help, width, " " * (BESIDE + 2))
             lines.append(f"  {name:<{BESIDE}}{text[BESIDE + 2 :]}".rstrip())

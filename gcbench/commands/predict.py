@@ -136,11 +136,7 @@ VALIDATE = {"validate"}
 
 
 def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
-    """Refuse options that a mode does not use.
-
-    Raises:
-        UsageError: such an option was given.
-    """
+    """Refuse options that a mode does not use."""
     for parameter in ctx.command.params:
         name = str(parameter.name)
         source = ctx.get_parameter_source(name)
@@ -199,7 +195,7 @@ def predict(
             FLAGS,
             kernels=job.kernels,
             compressors=compressed(job.compressor),
-            workers=numbers("--workers", workers, int) if workers else [],
+            workers=numbers("--workers", workers) if workers else [],
             link_latency_us=link_latency_us,
             measured=f"{measured.analysis.name}, {measured.analysis.provenance.get('started')}",
         )
@@ -212,7 +208,7 @@ def predict(
             )
         chosen = list(methods.all_of(job.compressor))
         study, steps = prediction, len(chosen)
-        counts = numbers("--workers", workers or "8,64,512", int)
+        counts = numbers("--workers", workers or "8,64,512")
         settings = job.settings(
             prediction.Settings, {}, compressors=chosen, collective=collective, workers=counts
         )

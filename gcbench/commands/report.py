@@ -39,7 +39,7 @@ def report(
     The page needs no network.
     """
     from gcbench.core import progress as showing
-    from gcbench.report import bundle, kinds, page, suite_match
+    from gcbench.report import bundle, page, suite_match
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
@@ -58,9 +58,7 @@ def report(
 
     page.check(output)
     try:
-        text = page.page(
-            contents, kinds.draw, title=title, target=target, suites=beside, progress=show
-        )
+        text = page.page(contents, title=title, target=target, suites=beside, progress=show)
     finally:
         for observer in observers:
             observer.close()

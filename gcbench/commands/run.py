@@ -8,9 +8,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
-import typer
-
-from gcbench.commands import RUNS, SUITE, DataDir, Json, Progress, Shown, completed, say, with_flags
+from gcbench.commands import (
+    RUNS,
+    SUITE,
+    DataDir,
+    Json,
+    Progress,
+    Shown,
+    completed,
+    option,
+    say,
+    with_flags,
+)
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.results.settings import COMPARED, SET_FLAGS, TRAINING, Settings
@@ -46,15 +55,15 @@ def _flag(name: str, field: Any) -> inspect.Parameter | None:
         type_ = list[str] | None
     elif "Default" not in help and extra["panel"] != TRAINING and not field.is_required():
         help += f" Default: {text(default)}."
-    option = typer.Option(
+    described = option(
+        help,
+        extra["panel"],
         *names,
-        help=help,
-        rich_help_panel=extra["panel"],
         show_default=False,
         autocompletion=completed(COMPLETED[name]) if name in COMPLETED else None,
     )
     keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[type_, option])
+    return inspect.Parameter(name, keyword, default=None, annotation=Annotated[type_, described])
 
 
 def derived(function: Callable[..., None]) -> Callable[..., None]:
@@ -82,51 +91,42 @@ def run(
     *,
     suite: Annotated[
         str | None,
-        typer.Option(
-            help=SUITE + " Other flags select some of its runs.",
-            rich_help_panel=COMPARED,
+        option(
+            SUITE + " Other flags select some of its runs.",
+            COMPARED,
             autocompletion=completed("suites"),
         ),
     ] = None,
-    network: Annotated[
-        str | None, typer.Option(help="Short for --task-set network=...", rich_help_panel=COMPARED)
-    ] = None,
+    network: Annotated[str | None, option("Short for --task-set network=...", COMPARED)] = None,
     capture: Annotated[
         str | None,
-        typer.Option(
-            help="Keep the workers' gradients of these steps, counted from 0: 0,100,399.",
-            rich_help_panel=CAPTURED,
-        ),
+        option("Keep the workers' gradients of these steps, counted from 0: 0,100,399.", CAPTURED),
     ] = None,
     capture_layers: Annotated[
         str,
-        typer.Option(
-            help="Only these parameters, e.g. 'fc*,conv1.weight'; default all.",
-            rich_help_panel=CAPTURED,
+        option(
+            "Only these parameters, e.g. 'fc*,conv1.weight'; default all.",
+            CAPTURED,
             show_default=False,
         ),
     ] = "*",
     sink: Annotated[
         str | None,
-        typer.Option(help="Also write the records for: tensorboard (in the run's folder)."),
+        option("Also write the records for: tensorboard (in the run's folder)."),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of settings; flags override it.")
-    ] = None,
+    config: Annotated[Path | None, option("YAML file of settings; flags override it.")] = None,
     data_dir: DataDir = None,
-    results: Annotated[Path, typer.Option(help="Folder for the runs.")] = RUNS,
+    results: Annotated[Path, option("Folder for the runs.")] = RUNS,
     rows: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Parquet file with one row per run: runs that are in it are skipped, others added "
+        option(
+            "Parquet file with one row per run: runs that are in it are skipped, others added "
             "to the first such file. A suite that shares runs with another one (`gcbench list "
             "suites`) takes that one's file, too."
         ),
     ] = None,
-    checkpoint_seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds between checkpoints.")
-    ] = 60.0,
-    force: Annotated[bool, typer.Option(help="Repeat finished runs.")] = False,
+    checkpoint_seconds: Annotated[float, option("Seconds between checkpoints.", min=0)] = 60.0,
+    force: Annotated[bool, option("Repeat finished runs.")] = False,
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:

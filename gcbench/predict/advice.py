@@ -34,7 +34,7 @@ from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.results import reader
 from gcbench.results.schema import Summary
-from gcbench.results.settings import DECLARED
+from gcbench.results.settings import DEFAULTS, ROLES
 from gcbench.training import suites
 
 KIND = "advice"
@@ -135,7 +135,7 @@ def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: 
 
 
 PLAIN_SETTINGS = {
-    *(key for key, role in DECLARED.roles.items() if role == "method"),
+    *(key for key, role in ROLES.items() if role == "method"),
     "adversaries",
 } - {"compressor", "options", "collective", "seed"}
 """Settings with which a run says something about a method only if they have their defaults."""
@@ -148,7 +148,7 @@ def of_method(settings: Settings, method: Compressor, rows: Sequence[Evidence]) 
     equal, and no worker is an adversary.
     """
     origin = registry.origin(registry.compressors()[method.name])
-    expected = {key: value for key, value in DECLARED.defaults.items() if key in PLAIN_SETTINGS} | {
+    expected = {key: value for key, value in DEFAULTS.items() if key in PLAIN_SETTINGS} | {
         "memory": method.memory,
         "memory_options": dict(method.memory_options),
         "dense_last": settings.dense_last,

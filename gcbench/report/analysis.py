@@ -248,8 +248,7 @@ class Ledger:
                 whole += len(line)
             file.truncate(whole)
             self._file = file
-            if self._records:  # a ledger without its first line is of a version that wrote none
-                self._origin = self._records.get(MADE, {**self._origin, "code": ""})
+            self._origin = self._records.get(MADE, self._origin)
             yield self
 
     @property
@@ -259,7 +258,7 @@ class Ledger:
 
     @property
     def code(self) -> str:
-        """The digest of the code that began it, "" if unknown."""
+        """The digest of the code that began it."""
         return self._origin["code"]
 
     def __contains__(self, key: str) -> bool:
@@ -303,7 +302,8 @@ def save(analysis: Analysis, results: Path) -> Path:
         buffer = io.BytesIO()
         pq.write_table(pa.table(columns), buffer)
         write_atomically(folder / f"{table.name}.parquet", buffer.getvalue())
-        write_atomically(folder / f"{table.name}.json", _lines(table.rows).encode())
+        lines = ",\n".join(json.dumps(row, allow_nan=False) for row in table.rows)
+        write_atomically(folder / f"{table.name}.json", f"[\n{lines}\n]\n".encode())
     names = [f"{table.name}.{kind}" for table in analysis.tables for kind in ("json", "parquet")]
     listed = {name: files.hash_file(folder / name) for name in names}
     sealed = files.sealed({**analysis.model_dump(), files.FILES: listed})
@@ -311,11 +311,6 @@ def save(analysis: Analysis, results: Path) -> Path:
     write_atomically(folder / HEAD, head.encode())
     (folder / LEDGER).unlink(missing_ok=True)
     return folder
-
-
-def _lines(rows: Sequence[Row]) -> str:
-    """Return rows as a JSON list, one a line."""
-    return "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
 
 
 def finished(folder: Path) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import islice
 
 from gcbench.report import compare, tables
 from gcbench.report.compare import Asked, ComparisonRow
-from gcbench.report.rendering import Column, cell_width, counted, ends, fitted, sentence
+from gcbench.report.rendering import Column, Fitted, cell_width, counted, ends, fitted, sentence
 
 LONGEST = 30
 """Columns of a terminal beyond which a method's label is shortened to its first fields."""
@@ -41,15 +41,10 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str, width: int) 
     if key is not None:
         groups = {name: _without(key, group) for name, group in groups.items()}
     shared, rows = tables.constants([row for group in groups.values() for row in group])
-    sizes = [len(group) for group in groups.values()]
-    firsts = [sum(sizes[:place]) for place in range(len(sizes))]
-    groups = {
-        name: rows[first : first + size]
-        for name, first, size in zip(groups, firsts, sizes, strict=True)
-    }
-    above = [text for text in (title, shared) if text]
-    above = ["\n".join(sentence(text, "table", width) for text in above)] if above else []
-    lines = asked.lines - sum(len(text.splitlines()) + 1 for text in above)
+    left = iter(rows)
+    groups = {name: list(islice(left, len(group))) for name, group in groups.items()}
+    above = "\n".join(sentence(text, "table", width) for text in (title, shared) if text)
+    lines = asked.lines - (len(above.splitlines()) + 1 if above else 0)
     head = _head(groups, key, asked, width)
     lines -= len(_below(rows, len(rows) - 1, head, width).splitlines()) + 1 + head.height
     if key == "tier" and not asked.sort:
@@ -63,10 +58,11 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str, width: int) 
             titles[len(shown)] = name if key == "tier" else f"{key}={name}"
         shown += group
     table = _fit(shown, asked, width, lines + head.height, titles)
-    return "\n\n".join([*above, table.text, _below(rows, len(shown), table, width)])
+    below = _below(rows, len(shown), table, width)
+    return "\n\n".join(filter(None, [above, table.text, below]))
 
 
-def _below(rows: Sequence[ComparisonRow], shown: int, table: _Table, width: int) -> str:
+def _below(rows: Sequence[ComparisonRow], shown: int, table: Fitted, width: int) -> str:
     """Return the footnotes of a table with `shown` of the rows, and what it leaves out."""
     hidden = [f"{len(rows) - shown} of {len(rows)} rows"] if shown < len(rows) else []
     columns = [*table.left_out, "other columns", "times and notes"]
@@ -85,7 +81,7 @@ def _without(key: str, rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 def _head(
     groups: Mapping[str, Sequence[ComparisonRow]], key: str | None, asked: Asked, width: int
-) -> _Table:
+) -> Fitted:
     """Return a table of the rows that may be shown: its headings and the marks in its cells."""
     if sum(map(len, groups.values())) > MOST:
         best = _chosen(groups, MOST, key is not None, listed=bool(asked.sort))
@@ -94,21 +90,13 @@ def _head(
     return _fit(rows, asked, width, asked.lines + len(rows))
 
 
-class _Table(NamedTuple):
-    text: str
-    height: int
-    """Lines above the first row."""
-    left_out: list[str]
-    """The headings of the columns that do not fit."""
-
-
 def _fit(
     rows: Sequence[ComparisonRow],
     asked: Asked,
     width: int,
     lines: int,
     titles: Mapping[int, str] | None = None,
-) -> _Table:
+) -> Fitted:
     groups = tables.laid_out(rows, asked)
     which = groups["which"]
     place = len(rows[0].context)
@@ -122,9 +110,7 @@ def _fit(
     rest = [column for name, columns in groups.items() if name != "which" for column in columns]
     if not asked.columns:
         rest = _by_importance(rest, choices)
-    table = fitted(which, rest, width, lines, titles)
-    height = 1 + max(column.heading.count("\n") + 1 for column in (*which, *rest))
-    return _Table(table.text, height, table.left_out)
+    return fitted(which, rest, width, lines, titles)
 
 
 def _by_importance(columns: Sequence[Column], choices: Sequence[Column]) -> list[Column]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from gcbench.core import files
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.core.writing import explained, write_atomically
+from gcbench.core.writing import write_atomically
 from gcbench.results import rows as rowfiles
 from gcbench.results import sanitize
 from gcbench.results.reader import Run
@@ -64,8 +64,7 @@ def write(path: Path, runs: Sequence[Run], paths: Sequence[Path]) -> dict[str, i
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in sorted({**contents, HEAD: _json(head)}.items()):
             archive.writestr(zipfile.ZipInfo(name, EPOCH), data, zipfile.ZIP_DEFLATED)
-    with explained(path):
-        write_atomically(path, buffer.getvalue())
+    write_atomically(path, buffer.getvalue())
     return {"rows": len(runs), "sources": len(contents) - 2, "bytes": len(buffer.getvalue())}
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +22,16 @@ from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical, finite, text
 from gcbench.report.rendering import LINES, MB, plain_values, sentence
 from gcbench.results import declared, update_rule
-from gcbench.results.reader import Run, fields
+from gcbench.results.reader import Run, fields, sources
 from gcbench.results.schema import Modelled, Summary
-from gcbench.results.settings import DECLARED, METHOD_KEYS, TUNED_KEYS
+from gcbench.results.settings import (
+    BARE,
+    CHANGES_FP32,
+    DEFAULTS,
+    METHOD_KEYS,
+    ROLES,
+    TUNED_KEYS,
+)
 from gcbench.stats import ranks, seeds
 from gcbench.stats.seeds import BASELINE
 
@@ -335,7 +342,7 @@ def _labels(
             if key in varying
             if len({canonical(configs[i].get(key) or None) for i in group}) > 1
         )
-        digests = {runs[i].sources.get("compressor") for i in group}
+        digests = {sources(runs[i].summary).get("compressor") for i in group}
         for i in group:
             run, config, label = runs[i], configs[i], matches[i]
             method = methods.of(config)
@@ -357,7 +364,7 @@ def _labels(
                 words.append(f"dense<{config['dense_below']}")
             tags = _tags(config, method, [key for key in in_tags if key not in in_label])
             if len(digests) > 1:
-                tags.append(f"source {run.sources.get('compressor', '')[:6]}")
+                tags.append(f"source {sources(run.summary).get('compressor', '')[:6]}")
             labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
     apart = [key for key in varying if key in choices or key not in METHOD_KEYS]
     places = [
@@ -375,7 +382,7 @@ def _keys_of_tags(varying: frozenset[str]) -> list[str]:
     """Return the settings that the brackets of a label may have."""
     return [
         key
-        for key, role in DECLARED.roles.items()
+        for key, role in ROLES.items()
         if key not in _IN_WORDS and (role == "method" or (role == "place" and key in varying))
     ]
 
@@ -390,11 +397,11 @@ def _tags(
     bare, pairs = [], []
     for key in keys:
         value = config.get(key)
-        if DECLARED.roles[key] == "method":
-            usual = DECLARED.defaults[key] if method is None else method.default(key)
+        if ROLES[key] == "method":
+            usual = DEFAULTS[key] if method is None else method.default(key)
             if value != usual:
                 pairs.append(f"{key}={text(value)}")
-        elif key not in DECLARED.bare:
+        elif key not in BARE:
             pairs.append(f"{key}={text(value)}")
         elif value:
             bare.append(text(value))
@@ -427,64 +434,51 @@ def _memory_words(
     return words
 
 
-class _Baselines:
-    """The uncompressed configurations, by the settings that they share with their rows."""
+def _baselines(
+    firsts: Sequence[Run],
+    varying: Sequence[str],
+    contexts: Sequence[Mapping[str, Any]],
+    table: DataFrame,
+    values: Mapping[str, Mapping[int, float]],
+    preferred: frozenset[str],
+) -> Iterator[tuple[str | None, tuple[str, ...]]]:
+    """Yield the `none` configuration of each row's budget, and the tuned keys that differ.
 
-    def __init__(
-        self,
-        firsts: Sequence[Run],
-        varying: Sequence[str],
-        contexts: Sequence[Mapping[str, Any]],
-        table: DataFrame,
-        values: Mapping[str, Mapping[int, float]],
-        preferred: frozenset[str],
-    ) -> None:
-        """`firsts`: a run of each configuration; `varying`: the keys in which their configs differ;
-        `contexts`: those of the budget, with each configuration's values; `table`: their
-        statistics; `values`: their metric by seed; `preferred` as for `rows`.
-        """
-        self.values, self.preferred = values, preferred
-        self.changing_fp32 = [key for key in varying if key in DECLARED.changes_fp32]
-        self.of_methods = [key for key in varying if key in METHOD_KEYS]
-        self.of_budget = [key for key in varying if contexts and key in contexts[0]]
-        scores = (table["sign"] * table["mean"]).fillna(-math.inf).to_dict()
-        self.equal: dict[str, list[Run]] = {}
-        near: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
-        for run, context in zip(firsts, contexts, strict=True):
-            if run.summary.compressor_name == BASELINE:
-                self.equal.setdefault(_budget(context), []).append(run)
-                near.setdefault(_budget(context, TUNED_KEYS), []).append((run, context))
-        self.near = {
-            budget: max(several, key=lambda one: scores[one[0].method])
-            for budget, several in near.items()
-        }
+    Of several the one with most equal settings that change an uncompressed run (local steps,
+    delay, ...), then a preferred one, then most common seeds, then most seeds, then most equal
+    keys. Without one of equal budget: the best that differs in tuned keys only; without that: None.
+    """
+    changing_fp32 = [key for key in varying if key in CHANGES_FP32]
+    of_methods = [key for key in varying if key in METHOD_KEYS]
+    scores = (table["sign"] * table["mean"]).fillna(-math.inf).to_dict()
+    equal: dict[str, list[Run]] = {}
+    near: dict[str, tuple[Run, Mapping[str, Any]]] = {}
+    for run, context in zip(firsts, contexts, strict=True):
+        if run.summary.compressor_name == BASELINE:
+            equal.setdefault(_budget(context), []).append(run)
+            budget = _budget(context, TUNED_KEYS)
+            if budget not in near or scores[run.method] > scores[near[budget][0].method]:
+                near[budget] = run, context
 
-    def of(self, run: Run, context: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
-        """Return the `none` configuration of equal budget, and the tuned keys that differ.
-
-        Of several the one with most equal settings that change an uncompressed run (local steps,
-        delay, ...), then a preferred one, then most common seeds, then most seeds, then most equal
-        keys. Without one of equal budget: the best that differs in tuned keys only; without that:
-        None.
-        """
-
-        def alike(other: Run, keys: Iterable[str]) -> int:
+    def closeness(other: Run, run: Run) -> tuple[int, bool, int, int, int]:
+        def alike(keys: Iterable[str]) -> int:
             return sum(other.config.get(key) == run.config.get(key) for key in keys)
 
-        def closeness(other: Run) -> tuple[int, bool, int, int, int]:
-            mine, theirs = self.values[run.method], self.values[other.method]
-            common = len(mine.keys() & theirs.keys())
-            fp32 = alike(other, self.changing_fp32)
-            best = other.method in self.preferred
-            return fp32, best, common, len(theirs), alike(other, self.of_methods)
+        theirs = values[other.method]
+        common = len(values[run.method].keys() & theirs.keys())
+        preference = other.method in preferred
+        return alike(changing_fp32), preference, common, len(theirs), alike(of_methods)
 
-        if equals := self.equal.get(_budget(context)):
-            best = equals[0] if len(equals) == 1 else max(equals, key=closeness)
-            return best.method, ()
-        if (nearest := self.near.get(_budget(context, TUNED_KEYS))) is None:
-            return None, ()
-        best, theirs = nearest
-        return best.method, tuple(key for key in self.of_budget if context[key] != theirs[key])
+    for run, context in zip(firsts, contexts, strict=True):
+        if equals := equal.get(_budget(context)):
+            one = len(equals) == 1
+            best = equals[0] if one else max(equals, key=partial(closeness, run=run))
+            yield best.method, ()
+        elif nearest := near.get(_budget(context, TUNED_KEYS)):
+            best, theirs = nearest
+            yield best.method, tuple(key for key in varying if theirs.get(key) != context.get(key))
+        else:
+            yield None, ()
 
 
 def _budget(context: Mapping[str, Any], left: frozenset[str] = frozenset()) -> str:
@@ -583,8 +577,7 @@ def rows(
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
     values = seeds.values(per_run)
     table = seeds.per_config(per_run)
-    finder = _Baselines(firsts, varying, contexts, table, values, preferred)
-    baselines = list(map(finder.of, firsts, contexts))
+    baselines = list(_baselines(firsts, varying, contexts, table, values, preferred))
     columns: dict[str, Any] = {
         "method": _labels(firsts, varying, choices, labels),
         "metric": [metrics[run.summary.task] for run in firsts],

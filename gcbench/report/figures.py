@@ -83,7 +83,7 @@ _EMBEDDED = {"pdf.fonttype": 42, "ps.fonttype": 42}
 
 
 @contextmanager
-def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
+def print_canvas(width: str) -> Iterator[Figure]:
     """Yield an empty figure as wide as one of `WIDTHS`, with text of 8 points."""
     look = {
         **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 8),
@@ -91,7 +91,7 @@ def print_canvas(width: str, aspect: float = 0.75) -> Iterator[Figure]:
         **{"grid.linewidth": 0.5, "lines.linewidth": 1.0, "lines.markersize": 4.5},
     }
     inches = WIDTHS[width]
-    tall = inches * (aspect if width == "single" else aspect * 0.72)
+    tall = inches * (0.75 if width == "single" else 0.54)
     with _canvas(inches, tall, 300, look, "paper") as figure:
         yield figure
 
@@ -149,8 +149,7 @@ def save(figure: Figure, path: Path) -> None:
 class Mark(NamedTuple):
     """A point to be labelled: where, half its error bar (data coordinates), text, colour.
 
-    `short` replaces a text without room, e.g. a number that a legend explains. `across` is half of
-    an error bar along the x axis.
+    `short` replaces a text without room, e.g. a number that a legend explains.
     """
 
     x: float
@@ -159,7 +158,6 @@ class Mark(NamedTuple):
     text: str
     colour: Any
     short: str = ""
-    across: float = 0.0
 
 
 FAR = 24  # points between a mark and its label beyond which a line joins them
@@ -191,11 +189,8 @@ def write_labels(
     taken: list[tuple[float, ...]] = []
     """Lower left and upper right corners."""
     for mark in marks:
-        sides = [
-            (mark.x - mark.across, mark.y - mark.spread),
-            (mark.x + mark.across, mark.y + mark.spread),
-        ]
-        (left, low), (right, high) = axes.transData.transform(sides)
+        ends = [(mark.x, mark.y - mark.spread), (mark.x, mark.y + mark.spread)]
+        (left, low), (right, high) = axes.transData.transform(ends)
         around = 4 * points if len(marks) > 20 else 5.5 * points
         box = Bbox([[left - around, low - around], [right + around, high + around]])
         taken.append((*box.min, *box.max))

@@ -31,10 +31,8 @@ MODULES: dict[str, str] = {
 """Kind of analysis -> its module."""
 
 
-def draw(analysis: Analysis, path: Path) -> list[Path]:
-    """Draw the pictures of an analysis and return their files: PNG, SVG or PDF by the ending.
-
-    The first file is `path`; some analyses write further pictures beside it.
+def draw(analysis: Analysis, path: Path) -> None:
+    """Draw the picture of an analysis: PNG, SVG or PDF by the ending.
 
     Raises:
         UsageError: another ending, or a kind of analysis that this gcbench does not know.
@@ -46,4 +44,4 @@ def draw(analysis: Analysis, path: Path) -> list[Path]:
     if analysis.kind not in MODULES:
         raise unknown("kind of analysis", analysis.kind, MODULES)
     module = importlib.import_module(MODULES[analysis.kind])
-    return list(module.draw(analysis, figures.check(path)) or [path])
+    module.draw(analysis, figures.check(path))

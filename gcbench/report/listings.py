@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,17 +28,12 @@ AXES = (
 
 def _card(cls: type[Any]) -> str:
     """Return the first sentence of the class's module docstring."""
-    import sys
-
     text = sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
 def _source(cls: type[Any]) -> str | None:
     """Return what the card of a method cites first, to the year and the paper's number."""
-    import re
-    import sys
-
     text = " ".join((sys.modules[cls.__module__].__doc__ or "").split())
     cited = re.search(r"Source: (.*?\b\d{4}\b(?:, (?:arXiv|doi):[\w./]*\w)?)", text)
     return cited[1] if cited and len(cited[1]) < 100 else None
@@ -244,8 +243,6 @@ def _cell(value: Any) -> str:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows as blocks on stdout: the name and what it is, then the rest, indented."""
-    import textwrap
-
     indent = " " * 4
     whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
     for row in rows:
@@ -272,8 +269,6 @@ def show_titles(kind: str, rows: Sequence[Row]) -> None:
 
 
 def _width() -> int:
-    import shutil
-
     return shutil.get_terminal_size((100, 24)).columns
 
 

@@ -22,7 +22,7 @@ from gcbench.report import analysis as measuring
 from gcbench.report import glossary, kernel_timings, sections, summary
 from gcbench.report.analysis import HEAD, Analysis
 from gcbench.report.kernel_timings import Timings
-from gcbench.report.sections import Draw, Section
+from gcbench.report.sections import Section
 from gcbench.report.suite_match import Beside
 from gcbench.results import reader
 from gcbench.results.reader import Run
@@ -146,7 +146,6 @@ def _analyses(folder: Path) -> Iterator[Path]:
 
 def page(
     contents: Found,
-    draw: Draw,
     *,
     title: str = "gcbench report",
     target: float | None = None,
@@ -166,7 +165,7 @@ def page(
     for one in chosen:
         parts[one.title] = partial(sections.accuracy, one)
     for name, analysis in sorted(contents.analyses.items()):
-        parts[name] = partial(sections.analysed, draw, contents.labels[name], analysis)
+        parts[name] = partial(sections.analysed, contents.labels[name], analysis)
     for one in [*chosen, *short]:
         if sections.timed(one):
             parts[f"Times: {one.title}"] = partial(sections.times, one)

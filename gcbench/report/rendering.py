@@ -102,6 +102,8 @@ class Fitted(NamedTuple):
     """How many rows are shown: the first ones."""
     left_out: list[str]
     """The headings of the columns that do not fit."""
+    height: int
+    """Lines above the first row, if all columns were shown."""
 
 
 def fitted(
@@ -149,7 +151,8 @@ def fitted(
         texts += [line] if title is None else [title, line]
         rows += 1
     rule = "─" * _needed(shown, len(fixed), wrap=False)
-    return Fitted("\n".join([*head, rule, *texts]), rows, left_out)
+    height = 1 + max(column.heading.count("\n") + 1 for column in (*which, *rest))
+    return Fitted("\n".join([*head, rule, *texts]), rows, left_out, height)
 
 
 def _narrowed(columns: Sequence[_Measured], room: int) -> list[_Measured]:
@@ -181,10 +184,10 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def cut_lines(text: str, lines: int = LINES) -> str:
-    """Return a text of at most `lines` lines: the last one stays, those before it are cut."""
+def cut_lines(text: str) -> str:
+    """Return a text of at most `LINES` lines: the last one stays, those before it are cut."""
     every = text.splitlines()
-    return text if len(every) <= lines else "\n".join([*every[: lines - 1], every[-1]])
+    return text if len(every) <= LINES else "\n".join([*every[: LINES - 1], every[-1]])
 
 
 def _needed(columns: Sequence[_Measured], which: int, wrap: bool) -> int:

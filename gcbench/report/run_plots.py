@@ -80,22 +80,10 @@ def _quality(
     for row, size, text in zip(panel, sizes, texts, strict=True):
         if row.mean is None:
             continue
-        style = styles[_label(row)]
-        spread = percent * (row.sd or 0.0)
-        axes.errorbar(
-            size,
-            percent * row.mean,
-            spread,
-            capsize=4,
-            elinewidth=1.5,
-            ls="",
-            marker=style["marker"],
-            color=style["color"],
-            ms=9,
-            mec="white",
-            mew=0.7,
-        )
-        marks.append(Mark(size, percent * row.mean, spread, text[0], style["color"], text[1]))
+        mean, spread = percent * row.mean, percent * (row.sd or 0.0)
+        look = {**styles[_label(row)], "linestyle": "", "ms": 9, "mec": "white", "mew": 0.7}
+        axes.errorbar(size, mean, spread, capsize=4, elinewidth=1.5, **look)
+        marks.append(Mark(size, mean, spread, text[0], look["color"], text[1]))
     fronts: dict[str, list[tuple[float, float]]] = {}
     for row, size in zip(panel, sizes, strict=True):
         if row.on_front and row.mean is not None:
@@ -121,14 +109,11 @@ def _quality(
         axes.xaxis.set_minor_locator(LogLocator(subs=(2.0, 5.0)))
         narrow = max(sizes) / min(sizes) < 10
         axes.xaxis.set_minor_formatter("{x:g}" if narrow else NullFormatter())
-    grey = "\ngrey: range of the uncompressed seeds" if band else ""
-    grey += (
-        "\ndashed: nothing is better with fewer bytes"
-        if any(len(front) > 1 for front in fronts.values())
-        else ""
-    )
+    legend = "\ngrey: range of the uncompressed seeds" if band else ""
+    if any(len(front) > 1 for front in fronts.values()):
+        legend += "\ndashed: nothing is better with fewer bytes"
     fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
-    axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){grey}")
+    axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){legend}")
     axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
     return marks
 
@@ -159,17 +144,9 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
             bare.append(axes.plot([], [], label=sanitize.label(name), **style)[0])
             continue
         mean = [sum(values) / len(values) for values in table]
-        axes.plot(
-            steps,
-            mean,
-            label=sanitize.label(name),
-            markevery=max(1, len(steps) // 6),
-            ms=6,
-            mec="white",
-            mew=0.7,
-            lw=2,
-            **style,
-        )
+        every = max(1, len(steps) // 6)
+        look = {**style, "markevery": every, "ms": 6, "mec": "white", "mew": 0.7, "lw": 2}
+        axes.plot(steps, mean, label=sanitize.label(name), **look)
         axes.fill_between(
             steps, [*map(min, table)], [*map(max, table)], color=style["color"], alpha=0.18, lw=0
         )

@@ -15,7 +15,7 @@ from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.values import text
 from gcbench.report import analysis as measuring
-from gcbench.report import compare, kernel_timings, run_plots, suite_match, tables, tier_plot
+from gcbench.report import compare, kernel_timings, kinds, run_plots, suite_match, tables, tier_plot
 from gcbench.report.analysis import Analysis, MissingTableError
 from gcbench.report.compare import ComparisonRow
 from gcbench.report.kernel_timings import Timings
@@ -162,8 +162,8 @@ class Section:
     kind: str = "analysis"
     """One of `KINDS`."""
     lead: Sequence[str] = ()
-    pictures: Sequence[str] = ()
-    """Data URLs of the SVG pictures."""
+    picture: str = ""
+    """Data URL of the SVG picture."""
     sheets: list[Sheet] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     where: Sequence[str] = ()
@@ -196,16 +196,12 @@ def anchored(sections: Iterable[Section]) -> None:
         taken.add(section.anchor)
 
 
-def _pictures(draw: Callable[[Path], object]) -> list[str]:
-    """Return the SVG pictures that `draw` writes, in the order of its files, as data URLs."""
+def _picture(draw: Callable[[Path], object]) -> str:
+    """Return the SVG picture that `draw` writes, as a data URL."""
     with tempfile.TemporaryDirectory() as scratch:
-        first = Path(scratch) / "picture.svg"
-        drawn = draw(first)
-        paths = drawn if isinstance(drawn, list) else [first]
-        return [
-            "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
-            for path in paths
-        ]
+        path = Path(scratch) / "picture.svg"
+        draw(path)
+        return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
@@ -372,58 +368,55 @@ def _commands(section: Section, row: ComparisonRow) -> Iterator[int]:
         yield section.number(str(command) if command else f"not recorded: {run.source}")
 
 
-def _sheet(
-    section: Section,
-    title: str,
-    rows: Sequence[ComparisonRow],
-    columns: Sequence[Column],
-    which: int,
-) -> Sheet:
-    return Sheet(
+_OF_TIMES = ("Times: ", "~: ")
+"""Beginnings of the notes that belong to the times."""
+
+
+def _section(one: Compared, *lead: str, of_times: bool) -> Section:
+    """Return the section of the times, or of the rest, with its table; the method comes first."""
+    constants, rows = tables.constants(one.shown)
+    same = constants and f"All rows: {constants}."
+    sentences = [budget(one), _omitted(one, drawn=not of_times), same, *lead]
+    section = Section(one.title, lead=[*filter(None, sentences)], task=one.task, where=_where(one))
+    groups = tables.groups(rows)
+    settings = list(groups["which"])
+    method = settings.pop(len(rows[0].context))
+    if of_times:
+        section.title, section.kind, title = f"Times: {one.title}", "timing", "Time by phase"
+        columns, names = [method, *settings, *groups["times"]], 1 + len(settings)
+    else:
+        section.kind, title = "accuracy", "Accuracy and bytes"
+        result, *quality = groups["quality"]
+        versus, *others = sorted(quality, key=lambda column: column.heading != "vs none")
+        payload, *traffic = sorted(groups["traffic"], key=lambda c: c.heading != tables.PAYLOAD)
+        columns = [method, result, versus, payload, *settings, *others]
+        columns, names = [*columns, *groups["target"], *traffic], 1
+    sheet = Sheet(
         title,
         columns,
-        which,
+        names,
         [list(_commands(section, row)) for row in rows],
+        [note for note in tables.notes(rows) if note.startswith(_OF_TIMES) == of_times],
         methods=[row.first.compressor_name for row in rows],
         tiers=[row.tier or "" for row in rows],
         places=[row.place for row in rows],
     )
+    section.sheets.append(sheet)
+    return section
 
 
 def accuracy(one: Compared) -> Section:
     """Return the section of runs that are compared: picture, and the method first in each row."""
-    constants, rows = tables.constants(one.shown)
-    missing = "; ".join(one.beside.unmade()) if one.beside is not None else ""
-    same = constants and f"All rows: {constants}."
-    lead = [budget(one), *filter(None, [_omitted(one, drawn=True), same, missing])]
-    section = Section(one.title, "accuracy", lead, task=one.task)
-    groups = tables.groups(rows)
-    method = len(rows[0].context)
-    which = groups["which"]
-    quality = groups["quality"]
-    traffic = sorted(groups["traffic"], key=lambda column: column.heading != tables.PAYLOAD)
-    columns = [which[method], quality[0]]
-    columns += [column for column in quality[1:] if column.heading == "vs none"]
-    columns += [*traffic[:1], *which[:method], *which[method + 1 :]]
-    columns += [column for column in quality[1:] if column.heading != "vs none"]
-    columns += [*groups["target"], *traffic[1:]]
-    sheet = _sheet(section, "Accuracy and bytes", rows, columns, 1)
-    sheet.notes = [note for note in tables.notes(rows) if not note.startswith(_OF_TIMES)]
-    section.sheets.append(sheet)
+    section = _section(one, "; ".join(one.beside.unmade()) if one.beside else "", of_times=False)
     if any(row.tier is not None and row.mean is not None for row in one.rows):
         drawn = tables.drawn(one.rows)
-        section.pictures = _pictures(lambda path: tier_plot.draw(drawn, one.title, path))
+        section.picture = _picture(lambda path: tier_plot.draw(drawn, one.title, path))
     else:
         runs = one.runs
         if len(one.rows) > tables.MOST_POINTS:
             runs = [run for row in tables.drawn(one.rows) for run in row.runs]
-        section.pictures = _pictures(lambda path: run_plots.draw(runs, path))
-    section.where = _where(one)
+        section.picture = _picture(lambda path: run_plots.draw(runs, path))
     return section
-
-
-_OF_TIMES = ("Times: ", "~: ")
-"""Beginnings of the notes that belong to the times."""
 
 
 def timed(one: Compared) -> bool:
@@ -433,28 +426,11 @@ def timed(one: Compared) -> bool:
 
 def times(one: Compared) -> Section:
     """Return the section of the times by phase."""
-    constants, rows = tables.constants(one.shown)
-    same = constants and f"All rows: {constants}."
-    lead = [budget(one), *filter(None, [_omitted(one, drawn=False), same])]
-    if one.rows and one.is_short:
-        lead.append(f"Less than 1/{SHORT} of the task's default steps: no accuracy is shown.")
-    section = Section(f"Times: {one.title}", "timing", lead, task=one.task)
-    groups = tables.groups(rows)
-    method = len(rows[0].context)
-    which = groups["which"]
-    columns = [which[method], *which[:method], *which[method + 1 :], *groups["times"]]
-    sheet = _sheet(section, "Time by phase", rows, columns, len(which))
-    sheet.notes = [note for note in tables.notes(rows) if note.startswith(_OF_TIMES)]
-    section.sheets.append(sheet)
-    section.where = _where(one)
-    return section
+    short = f"Less than 1/{SHORT} of the task's default steps: no accuracy is shown."
+    return _section(one, short if one.rows and one.is_short else "", of_times=True)
 
 
 # ---- analyses and kernels ------------------------------------------------------------------------
-
-
-Draw = Callable[[Analysis, Path], object]
-"""Draws the pictures of an analysis and returns their files: `gcbench.report.kinds.draw`."""
 
 
 def _methods(columns: Sequence[Column]) -> list[str]:
@@ -462,7 +438,7 @@ def _methods(columns: Sequence[Column]) -> list[str]:
     return next((column.cells for column in columns if column.heading == "method"), [])
 
 
-def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
+def analysed(label: str, analysis: Analysis) -> Section:
     """Return the section of one analysis."""
     section = Section(
         f"{label} {measuring.digest(analysis.settings)}",
@@ -471,16 +447,15 @@ def analysed(draw: Draw, label: str, analysis: Analysis) -> Section:
         where=[where(analysis.provenance)],
     )
     for table, title, rows in measuring.parts(analysis):
-        last = rows[-1] is table.rows[-1]
         named = measuring.columns(table, rows)
         differing, equal = tables.differing(named[table.which :])
         columns = [*named[: table.which], *differing]
         notes = [f"Equal in all {len(rows)} rows: {'; '.join(equal)}."] if equal else []
-        notes += table.notes if last else ()
+        notes += table.notes if rows[-1] is table.rows[-1] else ()
         sheet = Sheet(title, columns, table.which, (), notes, _methods(named))
         section.sheets.append(sheet)
     try:
-        section.pictures = _pictures(lambda path: draw(analysis, path))
+        section.picture = _picture(lambda path: kinds.draw(analysis, path))
     except UsageError:
         section.lead = [*section.lead, "This gcbench does not know how to draw it."]
     except MissingTableError:

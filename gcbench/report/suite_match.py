@@ -12,7 +12,7 @@ from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.report.compare import ComparisonRow, ranked
-from gcbench.results.reader import Run, fields
+from gcbench.results.reader import Run, fields, recorded
 from gcbench.training import grid
 from gcbench.training.suites import Point, Suite
 from gcbench.training.suites.tuning import Trial, decide_among, quality
@@ -153,9 +153,9 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
         if run.summary.task not in tasks:
             continue
         if run.method not in alike_of:
-            recorded = _recorded(run)
-            among = by_compressor.get(recorded["compressor"], ())
-            alike_of[run.method] = [p for p, wanted in among if _same(suite, wanted, recorded)]
+            settings = _recorded(run)
+            among = by_compressor.get(settings["compressor"], ())
+            alike_of[run.method] = [p for p, wanted in among if _same(suite, wanted, settings)]
         alike = alike_of[run.method]
         if alike and not run.is_trial:
             runs_of[run.method] = run
@@ -235,7 +235,7 @@ def _recorded(run: Run) -> dict[str, Any]:
     Rows of third parties may leave settings out.
     """
     names = {"compressor": run.summary.compressor_name, "memory": run.config["memory"]}
-    config = {**run.recorded, **names}
+    config = {**recorded(run.summary), **names}
     usual = {
         "task_options": _defaults(registry.task_class(run.summary.task)),
         "memory_options": _defaults(registry.memory_class(config["memory"])),

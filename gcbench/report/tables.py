@@ -566,11 +566,7 @@ def _matches(column: Column, word: str) -> bool:
 
 
 def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[str, list[Column]]:
-    """Return the columns that name a row, then the requested ones in their order.
-
-    Raises:
-        UsageError: no heading begins with a word.
-    """
+    """Return the columns that name a row, then the requested ones in their order."""
     every = [column for columns in groups.values() for column in columns]
     for word in words:
         if not any(_matches(column, word) for column in every):

@@ -74,46 +74,26 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     scale = 100 if accuracy else 1
     tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=lambda row: row.payload)))
     styles = figures.styles(map(str, tiers))
+    dots = {name: {**style, "linestyle": ""} for name, style in styles.items()}
     with figures.canvas(11, 7.2) as figure:
         axes = figure.subplots()
         for row in drawn:
             if row.is_baseline:
-                middle, half = row.mean or 0.0, row.half_interval
-                axes.axhspan(
-                    scale * (middle - half), scale * (middle + half), color="0.5", alpha=0.2, lw=0
-                )
+                middle, half = scale * (row.mean or 0.0), scale * row.half_interval
+                axes.axhspan(middle - half, middle + half, color="0.5", alpha=0.2, lw=0)
         marks = []
         short = fewest_fields([row.method for row in drawn])
         for row, label in zip(drawn, short, strict=True):
-            style = styles[str(row.tier)]
-            opacity = FADED if row.beaten else 1.0
+            dot = dots[str(row.tier)]
+            edge = RING if row.may_be_best else {"mec": "white", "mew": 0.7}
+            look = {**dot, **edge, "ms": 8, "alpha": FADED if row.beaten else 1.0}
             x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
-            axes.errorbar(
-                x,
-                y,
-                spread,
-                ls="",
-                capsize=3,
-                capthick=1,
-                marker=style["marker"],
-                color=style["color"],
-                alpha=opacity,
-                ms=8,
-                **(RING if row.may_be_best else {"mec": "white", "mew": 0.7}),
-            )
-            marks.append(Mark(x, y, spread, row.method, style["color"], short=label))
+            axes.errorbar(x, y, spread, capsize=3, capthick=1, **look)
+            marks.append(Mark(x, y, spread, row.method, dot["color"], short=label))
         levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
         line = [(size, scale * value) for level in levels for size, value in level]
         for tier in tiers:
-            style = styles[str(tier)]
-            axes.plot(
-                [],
-                [],
-                ls="",
-                marker=style["marker"],
-                color=style["color"],
-                label=sanitize.label(str(tier)),
-            )
+            axes.plot([], [], **dots[str(tier)], label=sanitize.label(str(tier)))
         if any(row.may_be_best for row in drawn):
             axes.plot([], [], ls="", marker="o", ms=8, mfc="none", **RING, label=LEGEND_RING)
         if not all(math.isnan(size) for size, _ in line):

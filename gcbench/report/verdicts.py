@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gcbench.core.values import finite
-from gcbench.report.analysis import Row, Shown, Table
+from gcbench.report.analysis import Row, Table, shown
 from gcbench.stats.confidence import Interval, interval
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "cannot tell"
@@ -99,22 +99,21 @@ def table(rows: Sequence[Row], of: str = "", notes: Sequence[str] = ()) -> Table
 
     `of`: a field that distinguishes rows of the same claim, e.g. "method"; `notes` follow it.
     """
-    which = [Shown(field=of, heading=of)] if of else []
+    which = ["claim", of] if of else ["claim"]
+    plain = ("measured", "low", "high", "n")
     return Table(
         name="claims",
         title="What the paper says, and what is seen here",
-        which=1 + len(which),
-        shown=[
-            Shown(field="claim", heading="claim"),
-            *which,
-            Shown(field="holds_if", heading="holds if"),
-            Shown(field="measured", heading="measured"),
-            Shown(field="low", heading="low"),
-            Shown(field="high", heading="high"),
-            Shown(field="n", heading="n"),
-            Shown(field="over", heading="of"),
-            Shown(field="verdict", heading="verdict"),
-        ],
+        which=len(which),
+        shown=shown(
+            {
+                **{field: field for field in which},
+                "holds_if": "holds if",
+                **{field: field for field in plain},
+                "over": "of",
+                "verdict": "verdict",
+            }
+        ),
         notes=[*([LIMITS] if any(row["over"] == SEEDS for row in rows) else []), *notes],
         rows=[*rows],
     )
@@ -125,10 +124,10 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     lines = []
     for one in rows:
         numbers = [one[field] for field in ("measured", "low", "high")]
-        shown = ["-" if value is None else f"{value:.3g}" for value in numbers]
+        mean, low, high = ("-" if value is None else f"{value:.3g}" for value in numbers)
         lines.append(
-            f"{str(one['verdict']).capitalize()}: {one['claim']} ({one['source']}): {shown[0]} "
-            f"({shown[1]} to {shown[2]}), n = {one['n']} {one['over']}; it holds if "
+            f"{str(one['verdict']).capitalize()}: {one['claim']} ({one['source']}): {mean} "
+            f"({low} to {high}), n = {one['n']} {one['over']}; it holds if "
             f"{one['holds_if']}."
         )
     return lines

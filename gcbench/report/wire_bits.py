@@ -43,19 +43,14 @@ def bits(method: Compressor) -> tuple[float, float]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _bits(method)
+        shapes, buckets = _gradients()
+        world = SimulatedWorld(WORKERS, torch.device("cpu"), Link(10, 50), 1, 1)
+        segments = Segments.of(shapes, method.granularity)
+        lane = Lane(method, method.legal_collectives()[0], 0, segments)
+        clock = Clock(world.device)
+        clock.start_step()
+        Exchange(world, [lane], 0, clock).mean(buckets, 0)
     finally:
         torch.set_num_threads(before)
-
-
-def _bits(method: Compressor) -> tuple[float, float]:
-    shapes, buckets = _gradients()
-    world = SimulatedWorld(WORKERS, torch.device("cpu"), Link(10, 50), 1, 1)
-    lane = Lane(method, method.legal_collectives()[0], 0, Segments.of(shapes, method.granularity))
-    clock = Clock(world.device)
-    clock.start_step()
-    Exchange(world, [lane], 0, clock).mean(buckets, 0)
-    traffic, n = world.traffic, len(buckets[0])
-    up = sum(t.payload_up for t in traffic) / len(traffic)
-    down = sum(t.payload_down for t in traffic) / len(traffic)
-    return 8 * up / n, 8 * down / n
+    sent, n = world.traffic, len(buckets[0]) * len(world.traffic)
+    return 8 * sum(t.payload_up for t in sent) / n, 8 * sum(t.payload_down for t in sent) / n

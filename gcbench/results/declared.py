@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from inspect import getattr_static
 from pathlib import Path
@@ -44,86 +44,53 @@ def of_method(config: Mapping[str, Any]) -> Declared | None:
 
     Fields that change by step have the values of the last step.
     """
-    return Methods().of(config)
+    return _reader(str(config.get("compressor")))(config)
 
 
 class Methods:
     """What the methods of several configs declare: each method's class is read once."""
 
     def __init__(self) -> None:
-        self.constant: dict[str, Declared | None] = {}
-        """By name: of methods that declare the same with any fields; None if not known here."""
-        self.computed: dict[str, dict[str, Declared | None]] = {}
-        """By name and fields."""
+        self.readers: dict[str, Reader] = {}
+        """By the method's name."""
 
     def of(self, config: Mapping[str, Any]) -> Declared | None:
         """Return as `of_method`."""
         name = str(config.get("compressor"))
-        if name not in self.constant and name not in self.computed:
-            if _is_computed(name):
-                self.computed[name] = {}
-            else:
-                self.constant[name] = _constant(name)
-        if name in self.constant:
-            return self.constant[name]
-        options = canonical(config.get("options") or {})
-        by_fields = self.computed[name]
-        if options not in by_fields:
-            by_fields[options] = _computed(name, options)
-        return by_fields[options]
+        if name not in self.readers:
+            self.readers[name] = _reader(name)
+        return self.readers[name](config)
 
 
-def _class_of(name: str) -> Any:
-    """Return the class of a method; None if it is not known here."""
-    from gcbench.core import registry
-
-    try:
-        return registry.compressor_class(name) if name in registry.compressors() else None
-    except GcbenchError:
-        return None
+Reader = Callable[[Mapping[str, Any]], Declared | None]
+"""Returns what a method declares with the fields of a stored config."""
 
 
-def _is_computed(name: str) -> bool:
-    """Return whether what a method declares may depend on its fields."""
-    if _read_from_source(name):
-        return False
+def _reader(name: str) -> Reader:
+    loaded = f"gcbench.compressors.{name}" in sys.modules
+    literal = None if loaded else _literals(name)
+    if literal is not None:
+        constant = Declared(**{key: literal[key] for key in ATTRIBUTES[:3] if key in literal})
+        return lambda config: constant
+
     from gcbench.core import registry
     from gcbench.core.compressor import Compressor
 
-    cls = _class_of(name)
-    return cls is not None and any(
-        key in registry.fields(cls)
-        or (
-            hasattr(value := getattr_static(cls, key), "__get__")
-            and value is not getattr_static(Compressor, key)
-        )
-        for key in ATTRIBUTES[:3]
-    )
-
-
-def _constant(name: str) -> Declared | None:
-    if _read_from_source(name):
-        return _literal(name)
-    cls = _class_of(name)
+    try:
+        cls: Any = registry.compressor_class(name) if name in registry.compressors() else None
+    except GcbenchError:
+        cls = None
     if cls is None:
-        return None
+        return lambda config: None
     values = {key: getattr_static(cls, key) for key in ATTRIBUTES[:3]}
-    return Declared(**{key: v for key, v in values.items() if not hasattr(v, "__get__")})
-
-
-def _read_from_source(name: str) -> bool:
-    """Return whether a method is not loaded, and its source has its declarations as literals."""
-    loaded = f"gcbench.compressors.{name}" in sys.modules
-    return not loaded and _literal(name) is not None
-
-
-@cache
-def _literal(name: str) -> Declared | None:
-    """Return what a method declares literally, whatever its fields are; None if it computes it."""
-    literals = _literals(name)
-    if literals is not None:
-        return Declared(**{key: literals[key] for key in ATTRIBUTES[:3] if key in literals})
-    return None
+    methods = {key: value for key, value in values.items() if hasattr(value, "__get__")}
+    if registry.fields(cls).keys() & values.keys() or any(
+        value is not getattr_static(Compressor, key) for key, value in methods.items()
+    ):
+        computed = cache(partial(_computed, name))
+        return lambda config: computed(canonical(config.get("options") or {}))
+    constant = Declared(**{key: value for key, value in values.items() if key not in methods})
+    return lambda config: constant
 
 
 def _computed(name: str, options: str) -> Declared | None:

@@ -20,13 +20,12 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.values import canonical
 from gcbench.results import rows as rowfiles
 from gcbench.results import sanitize
+from gcbench.results.run_folder import RUN_FILES
 from gcbench.results.schema import SCHEMA, Summary, WrongValueError
 from gcbench.results.settings import DEFAULTS
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
 
 
 _OUTCOME = (
@@ -64,11 +63,6 @@ class Run:
     """The suite for which a row was made, as name/version."""
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """The stored config, with resolved values in place of the requested ones."""
-        return recorded(self.summary)
-
-    @property
     def config(self) -> dict[str, Any]:
         """The config of the configuration: all settings but the seed."""
         return self.configuration.config
@@ -77,11 +71,6 @@ class Run:
     def method(self) -> str:
         """The identity of the run's configuration, without the seed."""
         return self.configuration.method
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """Digests of the code of third parties' plug-ins, by kind ("compressor", "task", ...)."""
-        return sources(self.summary)
 
     @property
     def outcome(self) -> str:
@@ -162,7 +151,7 @@ class Configurations:
     def of(self, summary: Summary) -> Configuration:
         """Return the configuration of a run.
 
-        Runs whose config is one object, as `rows.each` shares it, are not compared again.
+        Runs whose config is one object, as `rows.shared` yields it, are not compared again.
         """
         resolved = tuple(getattr(summary, key) for key in _RESOLVED)
         plugins = canonical(summary.provenance.get("plugins") or "")
@@ -238,11 +227,6 @@ def _parse(
     """Return the run of one summary; `number` is that of its row in a file, 0 for a run's folder.
 
     `plain`: whether all text in it is known to be printable.
-
-    Raises:
-        UsageError: it is an analysis, not a run.
-        GcbenchError: it does not match its digest, is of another schema, or has a wrong value. The
-            message names the file, the row and the field.
     """
     where = f"{source}, row {number}" if number else f"{source / 'summary.json'}"
     remedy = "repair it, or delete it and run again"
@@ -294,11 +278,7 @@ Faults = list[GcbenchError]
 
 
 def _read_folder(place: Path, configurations: Configurations) -> Run:
-    """Return the finished run in a folder.
-
-    Raises:
-        GcbenchError: a file of the run does not match its digest; or see `_parse`.
-    """
+    """Return the finished run in a folder."""
     data = _read_json(place / "summary.json")
     run = _parse(data, place, configurations)
     files.check_run(place, data)
@@ -343,26 +323,26 @@ def _read_rows(path: Path, configurations: Configurations, faults: Faults) -> It
         raise UsageError(f"{path} has no row yet")
 
 
-def row_files(folder: Path) -> list[Path]:
-    """Return the files of rows in a folder at any depth, outside of the folders of runs."""
-    places: list[Path] = []
-    for place, below, names in os.walk(folder):
-        below.sort()
-        if "summary.json" in names or any(name in names for name in RUN_FILES):
-            below.clear()
-            continue
-        parquets = [Path(place) / name for name in sorted(names) if name.endswith(".parquet")]
-        places += filter(rowfiles.holds, parquets)
-    return places
-
-
-def run_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs, finished or not, in a folder at any depth."""
+def _runs_in(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """Yield the folders in a folder, and the names of files in them; None for a run's folder."""
     for place, below, names in os.walk(folder):
         below.sort()
         if "summary.json" in names or any(name in names for name in RUN_FILES):
             below.clear()  # there are no runs inside a run's folder
-            yield Path(place)
+            yield Path(place), None
+        else:
+            yield Path(place), sorted(names)
+
+
+def row_files(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder at any depth, outside of the folders of runs."""
+    every = [place / name for place, names in _runs_in(folder) for name in names or ()]
+    return [path for path in every if path.suffix == ".parquet" and rowfiles.holds(path)]
+
+
+def run_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs, finished or not, in a folder at any depth."""
+    return (place for place, names in _runs_in(folder) if names is None)
 
 
 def warn(line: str) -> None:
@@ -385,11 +365,7 @@ def without_trials(runs: Sequence[Run]) -> list[Run]:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Return what `load` reads of a path: files of rows and JSON, and folders of runs.
-
-    Raises:
-        UsageError: it is missing, or nothing in it is a run.
-    """
+    """Return what `load` reads of a path: files of rows and JSON, and folders of runs."""
     files.check_regular(folder)
     if not folder.exists():
         raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")

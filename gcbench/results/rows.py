@@ -86,12 +86,7 @@ def _mark(metadata: Any) -> str | None:
 
 
 def _opened(path: Path) -> Any:
-    """Return the Parquet file at a path, after its digest was compared.
-
-    Raises:
-        UsageError: it is a pipe, a socket or a device.
-        GcbenchError: it cannot be read, holds something else, or does not match its digest.
-    """
+    """Return the Parquet file at a path, after its digest was compared."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -150,29 +145,19 @@ def _interned(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _SEED = re.compile(r'"seed": ?[0-9]+')
 _MOST_SEEN = 200_000
-_SHORT = 200
-"""Longest text, in characters, that is remembered as checked; longer ones rarely repeat."""
 
 
-def each(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun]]:
-    """Yield the rows of a file with their numbers, from 1; nothing if the file does not exist.
+def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
+    """Yield the rows of a file with their numbers, for readers that change nothing in them.
 
-    A row with a column that cannot be decoded is left out, and its error is appended to `faults`.
+    Rows share what is equal in them, and configs leave the seed out. `evaluations` are a
+    `PackedText` of JSON (`decoded` decodes it). The last value is whether all text of the row,
+    except the evaluations, is known to be printable. A row with a column that cannot be decoded is
+    left out, and its error is appended to `faults`.
 
     Raises:
         UsageError: the path is a pipe, a socket or a device.
         GcbenchError: the file cannot be read, holds something else, or does not match its digest.
-    """
-    for number, row, _ in _each(path, faults, _Decoder(share_seeds=False), encoded=()):
-        yield number, row
-
-
-def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
-    """Yield the rows of a file as `each` does, for readers that change nothing in them.
-
-    Rows share what is equal in them, and configs leave the seed out. `evaluations` are a
-    `PackedText` of JSON (`decoded` decodes it). The last value is whether all text of the row,
-    except the evaluations, is known to be printable.
     """
     yield from _each(path, faults, _Decoder(share_seeds=True), encoded=("evaluations",))
 
@@ -180,6 +165,10 @@ def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, Stored
 def _each(
     path: Path, faults: list[GcbenchError], decode: _Decoder, encoded: Collection[str]
 ) -> Iterator[tuple[int, StoredRun, bool]]:
+    """Yield the rows of a file with their numbers, from 1; nothing if the file does not exist.
+
+    A row with a column that cannot be decoded is left out, and its error is appended to `faults`.
+    """
     if not path.exists() and not path.is_symlink():
         return
     file = _opened(path)
@@ -187,7 +176,6 @@ def _each(
     nested = {field.name for field in schema if (field.metadata or {}).get(b"json") == b"1"}
     nested = (nested | {_NULLS}) - {*encoded}
     first = 1
-    printable = _Printable()
     for batch in _batches(path, file):
         wrong: dict[int, GcbenchError] = {}
         unprintable: set[int] = set()
@@ -196,7 +184,7 @@ def _each(
             values = batch.column(name).to_pylist()
             if name not in encoded:
                 texts = {value for value in values if type(value) is str}
-                if odd := {text for text in texts if not printable(text)}:
+                if odd := {text for text in texts if not is_plain_text(text)}:
                     odd_rows = (i for i, v in enumerate(values) if type(v) is str and v in odd)
                     unprintable.update(odd_rows)
             else:
@@ -294,21 +282,6 @@ def _not(
     )
 
 
-class _Printable:
-    """Whether texts are surely printable; short ones, which repeat, are checked once."""
-
-    def __init__(self) -> None:
-        self.checked: dict[str, bool] = {}
-
-    def __call__(self, text: str) -> bool:
-        result = self.checked.get(text)
-        if result is None:
-            result = is_plain_text(text)
-            if len(self.checked) < _MOST_SEEN and len(text) <= _SHORT:
-                self.checked[text] = result
-        return result
-
-
 def _batches(path: Path, file: Any) -> Iterator[Any]:
     """Yield the rows of a Parquet file a few thousand at a time: texts take much memory."""
     import pyarrow as pa
@@ -353,7 +326,8 @@ def read(path: Path) -> list[StoredRun]:
             of it cannot be decoded.
     """
     faults: list[GcbenchError] = []
-    records = [row for _, row in each(path, faults)]
+    decoder = _Decoder(share_seeds=False)
+    records = [row for _, row, _ in _each(path, faults, decoder, encoded=())]
     if faults:
         raise faults[0]
     return records

@@ -107,11 +107,7 @@ class RunFolder:
             shutil.rmtree(self.folder / CAPTURES)
 
     def _object(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file of this run.
-
-        Raises:
-            GcbenchError: the file cannot be read or holds something else.
-        """
+        """Return the JSON object in a file of this run."""
         path = self.folder / name
         try:
             with open_own(path, "r") as file:

@@ -88,8 +88,6 @@ _SECONDS = frozenset((float, type(None)))
 
 
 def _optional(check: Check) -> Check:
-    if check is _number:
-        return _number_or_none
     return lambda value: None if value is None else check(value)
 
 
@@ -97,25 +95,23 @@ def _number_or_none(value: Any) -> float | None:
     return value if value is None or type(value) is float else _number(value)
 
 
+def _checked(data: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """Return the checked fields of an object; the error of a wrong one has its place."""
+    values = {}
+    for name, check in checks.items():
+        try:
+            values[name] = check(data.get(name))
+        except WrongValueError as error:
+            error.place = f"{name}.{error.place}".rstrip(".")
+            if name not in data:
+                error.expected = f"required, {error.expected}"
+            raise
+    return values
+
+
 def _record(cls: Any, **checks: Check) -> Check:
     """Return the check of a nested object, which becomes a tuple of the class."""
-
-    def check(value: Any) -> Any:
-        mapping = _mapping(value)
-        try:
-            return cls(*[one(mapping.get(name)) for name, one in checks.items()])
-        except WrongValueError:
-            return cls(*[_at(name, one, mapping) for name, one in checks.items()])
-
-    def _at(name: str, one: Check, mapping: Mapping[str, Any]) -> Any:
-        try:
-            return one(mapping.get(name))
-        except WrongValueError as error:
-            place = f"{name}.{error.place}".rstrip(".")
-            expected = error.expected if name in mapping else f"required, {error.expected}"
-            raise WrongValueError(expected, error.value, place) from None
-
-    return check
+    return lambda value: cls(**_checked(_mapping(value), checks))
 
 
 class Wire(NamedTuple):
@@ -141,8 +137,6 @@ class Failure(NamedTuple):
 
 
 _NONE: Mapping[str, Any] = {}
-_FAILURE = _record(Failure, step=_integer(), reason=_text)
-_MODELLED = _record(Modelled, seconds=_number, link_gbit=_number, link_latency_us=_number)
 
 
 @dataclass(slots=True)
@@ -193,25 +187,14 @@ class Summary:
         Raises:
             WrongValueError: a field is missing or has a wrong value; `place` names it.
         """
-        keys = frozenset(data)
-        checks = _checks_of(keys)
-        try:
-            values = {name: check(data[name]) for name, check in checks.items()}
-        except WrongValueError:
-            for name, check in checks.items():
-                try:
-                    check(data[name])
-                except WrongValueError as error:
-                    place = f"{name}.{error.place}".rstrip(".")
-                    raise WrongValueError(error.expected, error.value, place) from None
-            raise
-        rest = keys - _NAMES
+        keys, checks = _checks_of(frozenset(data))
+        rest = keys - _CHECKS.keys()
         more = {name: data[name] for name in rest} if rest else _NONE
-        return cls(**values, more=more, present=_keys.setdefault(keys, keys))
+        return cls(**_checked(data, checks), more=more, present=keys)
 
     def model_dump(self) -> dict[str, Any]:
         """Return the summary as JSON values, missing fields with their defaults."""
-        values = {name: getattr(self, name) for name, _, _ in _FIELDS}
+        values = {name: getattr(self, name) for name in _CHECKS}
         for name in ("wire_bytes", "failed", "communicate_modelled"):
             if values[name] is not None:
                 values[name] = values[name]._asdict()
@@ -220,55 +203,34 @@ class Summary:
 
 
 @cache
-def _checks_of(keys: frozenset[str]) -> dict[str, Check]:
-    """Return the checks of a summary with these keys.
-
-    Raises:
-        WrongValueError: a field is missing.
-    """
-    for name, _, required in _FIELDS:
-        if required and name not in keys:
+def _checks_of(keys: frozenset[str]) -> tuple[frozenset[str], dict[str, Check]]:
+    """Return one object for all summaries with these keys, and the checks of their fields."""
+    for name in _REQUIRED:
+        if name not in keys:
             raise WrongValueError("required", None, name)
-    return {name: check for name, check, _ in _FIELDS if name in keys}
+    return keys, {name: check for name, check in _CHECKS.items() if name in keys}
 
 
-_CHECKS: dict[str, Check] = {
-    "task": _text,
-    "compressor": _text,
-    "compressor_name": _text,
-    "workers": _integer(1),
-    "collective": _text,
-    "engine": _text,
-    "seed": _integer(),
-    "steps": _integer(1),
-    "batch": _integer(1),
-    "payload_bytes_up": _bytes,
-    "payload_bytes_down": _bytes,
-    "wire_bytes": _record(Wire, per_worker=_number, total=_optional(_number)),
-    "config": _mapping,
-    "gradients": _optional(_text),
-    "test_accuracy": _optional(_number),
-    "test_loss": _optional(_number),
-    "validation_accuracy": _optional(_number),
-    "validation_loss": _optional(_number),
-    "failed": _optional(_FAILURE),
-    "test_top5": _optional(_number),
+_BY_TYPE: dict[Any, Check] = {
+    "str": _text,
+    "str | None": _optional(_text),
+    "int": _integer(),
+    "int | None": _optional(_integer()),
+    "float": _bytes,
+    "float | None": _number_or_none,
+    "Mapping[str, Any]": _mapping,
+    "Mapping[str, float | None]": _seconds,
+    "Wire": _record(Wire, per_worker=_number, total=_number_or_none),
+    "Modelled | None": _optional(
+        _record(Modelled, seconds=_number, link_gbit=_number, link_latency_us=_number)
+    ),
+    "Failure | None": _optional(_record(Failure, step=_integer(), reason=_text)),
+}
+"""The checks of the fields by their annotations."""
+_FIELDS = [each for each in fields(Summary) if each.name not in ("more", "present")]
+_CHECKS = {
+    **{each.name: _BY_TYPE[each.type] for each in _FIELDS},
+    **dict.fromkeys(("workers", "steps", "batch"), _integer(1)),
     "test_examples": _optional(_integer(1)),
-    "train_loss": _optional(_number),
-    "params": _optional(_integer()),
-    "nominal_ratio": _optional(_number),
-    "payload_ratio_up": _optional(_number),
-    "payload_ratio_down": _optional(_number),
-    "phase_seconds": _seconds,
-    "communicate_modelled": _optional(_MODELLED),
-    "step_seconds": _optional(_number),
-    "config_hash": _optional(_text),
-    "skipped_steps": _integer(),
-    "provenance": _mapping,
 }
-_REQUIRED = {
-    each.name for each in fields(Summary) if each.default is each.default_factory is MISSING
-}
-_FIELDS = [(name, check, name in _REQUIRED) for name, check in _CHECKS.items()]
-_NAMES = frozenset(_CHECKS)
-_keys: dict[frozenset[str], frozenset[str]] = {}
+_REQUIRED = [each.name for each in _FIELDS if each.default is each.default_factory is MISSING]

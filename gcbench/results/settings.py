@@ -287,37 +287,22 @@ class Settings(BaseModel):
     )
 
 
-class Declared:
-    """What the fields of a settings class declare, as the readers of stored runs need it."""
-
-    def __init__(self, settings: type[BaseModel]) -> None:
-        fields = settings.model_fields
-        extra: dict[str, Any] = {name: field.json_schema_extra for name, field in fields.items()}
-        self.defaults: dict[str, Any] = json.loads(
-            json.dumps({n: f.default for n, f in fields.items() if not f.is_required()})
-        )
-        """Defaults as JSON; a stored config without a setting has its default."""
-        self.roles: dict[str, Role] = {name: one["role"] for name, one in extra.items()}
-        self.changes_fp32 = tuple(name for name, one in extra.items() if one["changes_fp32"])
-        """Settings with which an uncompressed run ends elsewhere."""
-        self.bare = tuple(name for name, one in extra.items() if one["bare"])
-        """Settings of which a label has the value alone."""
-        self.set_flags = {
-            name: one["flag"] for name, one in extra.items() if one["flag"].endswith("set")
-        }
-        """Settings that are mappings -> the flags that set one of their entries."""
-
-    def having(self, *roles: Role) -> frozenset[str]:
-        """Return the settings of these roles."""
-        return frozenset(name for name, role in self.roles.items() if role in roles)
-
-
-DECLARED = Declared(Settings)
-DEFAULTS = DECLARED.defaults
-SET_FLAGS = DECLARED.set_flags
-TUNED_KEYS = DECLARED.having("tuned")
+_FIELDS = Settings.model_fields
+_EXTRA: dict[str, Any] = {name: field.json_schema_extra for name, field in _FIELDS.items()}
+DEFAULTS: dict[str, Any] = json.loads(
+    json.dumps({name: f.default for name, f in _FIELDS.items() if not f.is_required()})
+)
+"""Defaults as JSON; a stored config without a setting has its default."""
+ROLES: dict[str, Role] = {name: extra["role"] for name, extra in _EXTRA.items()}
+CHANGES_FP32 = frozenset(name for name, extra in _EXTRA.items() if extra["changes_fp32"])
+"""Settings with which an uncompressed run ends elsewhere."""
+BARE = frozenset(name for name, extra in _EXTRA.items() if extra["bare"])
+"""Settings of which a label has the value alone."""
+SET_FLAGS = {name: e["flag"] for name, e in _EXTRA.items() if e["flag"].endswith("set")}
+"""Settings that are mappings -> the flags that set one of their entries."""
+TUNED_KEYS = frozenset(name for name, role in ROLES.items() if role == "tuned")
 """Settings of which a method may need other values than its baseline (signs need a small learning
 rate): where no baseline has a row's values, the best of the other baselines is taken, and the table
 marks it."""
-METHOD_KEYS = DECLARED.having("method", "place")
+METHOD_KEYS = frozenset(name for name, role in ROLES.items() if role in ("method", "place"))
 """Settings in which a row and its baseline may differ; all the others are the budget."""

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
+import torch
 import typer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from gcbench import cli
@@ -24,15 +25,28 @@ from gcbench.commands.derived import command
 from gcbench.commands.helptext import PlainCommand
 from gcbench.core import codec, purposes
 from gcbench.core.compressor import Compressor, Context, Key
-from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.errors import GcbenchError
 from gcbench.core.progress import Observer
+from gcbench.core.world import Link, SimulatedWorld
 from gcbench.profile import histogram
 from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value, shown
-from gcbench.training import captures
+from gcbench.training import captures, configuration
+from gcbench.training.configuration import Config
+from gcbench.training.store import Run
+from gcbench.training.train import Options, Trainer
 
-Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
+
+def _distinct(seeds: list[int]) -> list[int]:
+    if len({*seeds}) < len(seeds):
+        raise ValueError(f"{seeds}: repeat no seed")
+    return seeds
+
+
+Seeds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), AfterValidator(_distinct)
+]
 
 
 def main(study: ModuleType | None = None) -> None:
@@ -78,16 +92,6 @@ def title(analysis: Analysis) -> str:
     return name(analysis.settings["task"], analysis.settings["network"])
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse repeated seeds.
-
-    Raises:
-        UsageError: a seed is repeated.
-    """
-    if len({*seeds}) < len(seeds):
-        raise UsageError(f"--seed {seeds}: repeat no seed")
-
-
 def measured(
     measure: Callable[[Gradients], Iterable[Row]],
     settings: Trained,
@@ -101,10 +105,9 @@ def measured(
     `also`: steps captured in addition to those of the settings.
 
     Raises:
-        UsageError: a repeated seed, an invalid config, or steps that it does not have.
+        UsageError: an invalid config, or steps that it does not have.
         GcbenchError: the training fails, or a gradient is not finite.
     """
-    check_seeds(settings.seed)
     config: dict[str, Any] = {
         "task": settings.task,
         "workers": settings.workers,
@@ -124,6 +127,19 @@ def measured(
         rows += [{"seed": one.seed, "step": one.step, **row} for row in measure(gradients)]
     observer.step(1, "done")
     return rows
+
+
+@contextmanager
+def trainer(config: Config, folder: Path, data_dir: Path | None) -> Iterator[Trainer]:
+    """Yield the trainer of simulated workers; it needs a folder, but nothing is saved there."""
+    threads = configuration.threads_per_worker(config)
+    parallel = min(config.workers, max(1, configuration.cores() // threads))
+    link = Link(config.link_gbit, config.link_latency_us)
+    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
+    try:
+        yield Trainer(config, world, Run(folder), Options(data_dir=data_dir))
+    finally:
+        world.close()
 
 
 def coded(method: Compressor, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor, int]]:

@@ -21,7 +21,6 @@ from _paper import (
     Choices,
     Columns,
     Seeds,
-    check_seeds,
     main,
     name,
     number,
@@ -29,20 +28,17 @@ from _paper import (
     result,
     table,
     title,
+    trainer,
     values,
 )
 from pydantic import Field
 
 from gcbench.core.errors import DivergedError, UsageError
 from gcbench.core.progress import Observer
-from gcbench.core.world import Link, SimulatedWorld
 from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.report.verdicts import Claim
-from gcbench.training import configuration
 from gcbench.training.configuration import Config
-from gcbench.training.store import Run
-from gcbench.training.train import Options, Trainer
 
 KIND = "adversaries"
 SOURCE = "Bernstein et al. 2019, theorem 2"
@@ -112,10 +108,9 @@ def run(
     """Train once for each seed, rule, attack and number of adversaries.
 
     Raises:
-        UsageError: a repeated seed, or an invalid config.
+        UsageError: no comparison without adversaries, or an invalid config.
         GcbenchError: data are missing.
     """
-    check_seeds(settings.seed)
     if 0 not in settings.adversaries:
         raise UsageError(f"--adversaries {settings.adversaries}: include 0, the comparison")
     rows: list[Row] = []
@@ -134,20 +129,14 @@ def run(
 
 def train(config: Config, folder: Path, data_dir: Path | None) -> Row:
     """Return the test accuracy after one training, 0 to 1; that of chance if it diverges."""
-    threads = configuration.threads_per_worker(config)
-    link = Link(config.link_gbit, config.link_latency_us)
-    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, 1)
-    try:
-        # The trainer needs a folder, but nothing is saved.
-        trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
-        for _ in range(config.steps):
-            trainer.train_step()
-        return {"accuracy": trainer.evaluate()["test_accuracy"], "diverged": False}
-    except DivergedError:
-        classes = len(torch.unique(trainer.test.targets))
-        return {"accuracy": 1 / classes, "diverged": True}
-    finally:
-        world.close()
+    with trainer(config, folder, data_dir) as training:
+        try:
+            for _ in range(config.steps):
+                training.train_step()
+            return {"accuracy": training.evaluate()["test_accuracy"], "diverged": False}
+        except DivergedError:
+            classes = len(torch.unique(training.test.targets))
+            return {"accuracy": 1 / classes, "diverged": True}
 
 
 def judge(rows: Sequence[Row], workers: int) -> list[Row]:

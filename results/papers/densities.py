@@ -21,12 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from _paper import (
     Choices,
     Columns,
     Seeds,
-    check_seeds,
     main,
     name,
     number,
@@ -34,6 +32,7 @@ from _paper import (
     result,
     table,
     title,
+    trainer,
     values,
 )
 from pydantic import Field
@@ -42,14 +41,11 @@ from gcbench.checks.bounds.observe import Plan, Watch, Welford, density
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
-from gcbench.core.world import Link, SimulatedWorld
 from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.report.verdicts import Claim
 from gcbench.training import captures, configuration
 from gcbench.training.configuration import Config
-from gcbench.training.store import Run
-from gcbench.training.train import Options, Trainer
 
 KIND = "densities"
 SOURCE = "Bernstein et al. 2018, figure 1"
@@ -119,10 +115,9 @@ def run(
     """Train once per seed, and measure the gradient and its noise at each snapshot.
 
     Raises:
-        UsageError: a repeated seed, or an invalid config.
+        UsageError: an invalid config.
         GcbenchError: a gradient is not finite, or data are missing.
     """
-    check_seeds(settings.seed)
     rows: list[Row] = []
     for position, seed in enumerate(settings.seed):
         before = position * settings.steps
@@ -160,23 +155,15 @@ def _train(
     looked_at = settings.snapshot_steps()
     plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, wanted=bool)
     watch = Watch(plan)
-    threads = configuration.threads_per_worker(config)
-    parallel = min(config.workers, max(1, configuration.cores() // threads))
-    link = Link(config.link_gbit, config.link_latency_us)
-    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
     rows: list[Row] = []
-    try:
-        # The trainer needs a folder, but nothing is saved.
-        trainer = Trainer(config, world, Run(folder), Options(data_dir=data_dir))
-        watch.start(trainer)
+    with trainer(config, folder, data_dir) as training:
+        watch.start(training)
         for step in range(looked_at[-1] + 1):
             report(step)
             if step in looked_at:
                 rows.append({"step": step, **look(watch.drawn(step), settings.batches)})
             if step < looked_at[-1]:
-                trainer.train_step()
-    finally:
-        world.close()
+                training.train_step()
     return rows
 
 

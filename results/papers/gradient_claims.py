@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from _paper import Trained, main, measured, plot, title
 from pydantic import Field
+from torch import Tensor
 
 from gcbench.core import codec, purposes, registry
 from gcbench.core.compressor import Compressor, Context, Key, Segments
-from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
 from gcbench.profile.histogram.picture import empty
@@ -53,23 +54,12 @@ Rows = Mapping[str, list[Row]]
 class Settings(Trained):
     """The settings that decide the result."""
 
-    clip: list[float] = Field(
+    clip: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default=[CLIP], description="TernGrad's clipping factors, in standard deviations."
     )
-    shares: list[float] = Field(
+    shares: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
         default=[0.15, 0.01], description="Shares of elements at which FFT and top-k are compared."
     )
-
-    def check(self) -> None:
-        """Refuse numbers out of range.
-
-        Raises:
-            UsageError: a clipping factor that is not above 0, or a share that is not in (0, 1).
-        """
-        if wrong := [c for c in self.clip if not (math.isfinite(c) and c > 0)]:
-            raise UsageError(f"--clip {wrong[0]}: use a number of standard deviations above 0")
-        if wrong := [share for share in self.shares if not 0 < share < 1]:
-            raise UsageError(f"--shares {wrong[0]}: use a share above 0 and below 1")
 
 
 def run(
@@ -82,9 +72,8 @@ def run(
     """Measure clipping and spectra on every captured gradient.
 
     Raises:
-        UsageError, GcbenchError: see `Settings.check` and `_paper.measured`.
+        UsageError, GcbenchError: see `_paper.measured`.
     """
-    settings.check()
 
     def each(gradients: Gradients) -> list[Row]:
         cut = [row for c in settings.clip for row in clipping(gradients, c)]
@@ -103,6 +92,19 @@ def run(
         Table(name="spectra_layers", title="FFT and top-k by layer", rows=rows["spectra"]),
     ]
     return Analysis.of(KIND, settings, command, conclusions=conclusions, tables=tables)
+
+
+def _coded(
+    method: Compressor, gradients: Gradients
+) -> Iterator[tuple[Tensor, Context, int, Tensor]]:
+    """Yield each worker's gradient, its context, the bytes of its payload, and its decoding."""
+    segments = gradients.segments(method)
+    key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
+    shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))
+    context = Context(segments, shared)
+    for rank, bucket in enumerate(gradients.buckets):
+        payload = codec.encode(method, bucket, context._replace(key=key._replace(rank=rank)))
+        yield bucket, context, payload.nbytes, codec.decode(method, payload, context)
 
 
 # ---- clipping, and the zeros of ternary codes ----------------------------------------------------
@@ -139,14 +141,9 @@ def gaussian_clipping(c: float) -> Clipping:
 def clipping(gradients: Gradients, c: float) -> list[Row]:
     """Return, for each layer, the effect of TernGrad's clipping at `c`, and its codes' zeros."""
     method = registry.compressor("terngrad", clip=c)
-    segments = gradients.segments(method)
-    key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
-    shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))
     per_worker = []
-    for rank, bucket in enumerate(gradients.buckets):
-        target = method.claims.target(bucket, Context(segments, shared))
-        payload = codec.encode(method, bucket, Context(segments, shared, key._replace(rank=rank)))
-        coded = codec.decode(method, payload, Context(segments, shared))
+    for bucket, context, _, coded in _coded(method, gradients):
+        target = method.claims.target(bucket, context)
         cut = Sums.of(gradients, bucket, target)
         sent = gradients.sums((coded == 0).double())
         before = gradients.sums((bucket == 0).double())
@@ -248,17 +245,9 @@ def spectra(gradients: Gradients, share: float) -> list[Row]:
         energy: dict[str, list[list[float | None]]] = {name: [] for name in methods}
         bits: dict[str, float] = {}
         for name, (method, _) in methods.items():
-            segments = gradients.segments(method)
-            key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
-            shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))
-            for rank, bucket in enumerate(gradients.buckets):
-                payload = codec.encode(
-                    method, bucket, Context(segments, shared, key._replace(rank=rank))
-                )
-                bits[name] = 8 * payload.nbytes / segments.numel
-                decoded = Sums.of(
-                    gradients, bucket, codec.decode(method, payload, Context(segments, shared))
-                )
+            for bucket, context, nbytes, coded in _coded(method, gradients):
+                bits[name] = 8 * nbytes / context.segments.numel
+                decoded = Sums.of(gradients, bucket, coded)
                 lost = [decoded.over(which)["relative_error"] for which in (*everything[:, None],)]
                 lost.append(decoded.over(everything)["relative_error"])
                 energy[name].append([None if e is None else 1 - e * e for e in lost])
@@ -285,7 +274,7 @@ def _values(rows: Sequence[Row], field: str) -> list[float]:
     return [value for row in rows if isinstance(value := row.get(field), int | float)]
 
 
-# ---- clipping ------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def clipping_table(rows: Sequence[Row]) -> Table:
@@ -342,9 +331,6 @@ def clipping_table(rows: Sequence[Row]) -> Table:
         ],
         rows=result,
     )
-
-
-# ---- spectra -------------------------------------------------------------------------------------
 
 
 def wins(rows: Sequence[Row]) -> tuple[int, int]:
@@ -490,7 +476,7 @@ def _range_text(row: Row) -> str:
 
 
 def _clipped(
-    rows: Rows, field: str, bounds: tuple[float, float], scale: float, what: str, unit: str
+    field: str, bounds: tuple[float, float], scale: float, what: str, unit: str, rows: Rows
 ) -> Row | None:
     large = [row for row in _large_layers(rows["clipping"]) if row.get(field) is not None]
     values = [scale * value for value in _values(large, field)]
@@ -506,15 +492,6 @@ def _clipped(
         f"steps; within the published {low:g} to {high:g} in {row['inside']} of them."
     )
     return row
-
-
-def _length(rows: Rows) -> Row | None:
-    bounds = (100 * LENGTH[0], 100 * LENGTH[1])
-    return _clipped(rows, "length_change", bounds, -100, "length lost", "%")
-
-
-def _angle(rows: Rows) -> Row | None:
-    return _clipped(rows, "angle", ANGLE, 1, "direction changed", "degrees")
 
 
 def _zeros(rows: Rows) -> Row | None:
@@ -575,7 +552,14 @@ def _better(rows: Rows) -> Row | None:
     return row
 
 
-CLAIMS: tuple[Callable[[Rows], Row | None], ...] = (_length, _angle, _zeros, _better)
+CLAIMS: tuple[Callable[[Rows], Row | None], ...] = (
+    partial(
+        _clipped, "length_change", (100 * LENGTH[0], 100 * LENGTH[1]), -100, "length lost", "%"
+    ),
+    partial(_clipped, "angle", ANGLE, 1, "direction changed", "degrees"),
+    _zeros,
+    _better,
+)
 
 
 def _by_kind(rows: Sequence[Row]) -> str | None:
@@ -597,7 +581,7 @@ def _by_kind(rows: Sequence[Row]) -> str | None:
     )
 
 
-# ---- claims --------------------------------------------------------------------------------------
+# ---- picture -------------------------------------------------------------------------------------
 
 
 def draw(analysis: Analysis, path: Path) -> None:

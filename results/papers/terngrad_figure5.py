@@ -25,12 +25,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from _paper import Choices, main, table
-from numpy.typing import NDArray
 from pydantic import Field
+from scipy import optimize
 
 from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor
@@ -166,55 +167,38 @@ def _observed(cluster: str) -> list[tuple[str, int, float, float]]:
 
 
 def fit(cluster: str) -> Fit:
-    """Fit T, V and h to the fp32 bars of a cluster, by Gauss-Newton in relative errors."""
+    """Fit T, V and h to the fp32 bars of a cluster, by least squares of relative errors."""
     bars = _observed(cluster)
-    names, free = list(NETWORKS), [name for name in NETWORKS if name not in ANCHORS]
-    at: dict[tuple[str, str | int], int] = {("T", name): k for k, name in enumerate(names)}
-    at |= {("V", nodes): len(names) + k for k, nodes in enumerate(NODES)}
-    at |= {("h", name): len(names) + len(NODES) + k for k, name in enumerate(free)}
-    p = np.array([1.0] * len(at))
-    for name, gpus, seconds, _ in bars:
-        if gpus == NODE:
-            p[at["T", name]] = seconds
+    free = [name for name in NETWORKS if name not in ANCHORS]
+    keys: list[tuple[str, Any]] = [*(("T", name) for name in NETWORKS), *(("V", n) for n in NODES)]
+    keys += [("h", name) for name in free]
+    sizes = {name: gbit(name) for name in NETWORKS}
 
-    def model(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return relative residuals, and their derivatives by the parameters."""
-        residual, slope = np.zeros(len(bars)), np.zeros((len(bars), len(at)))
-        for row, (name, gpus, seconds, loose) in enumerate(bars):
-            weight = 1 / (seconds * loose)
-            needed = values[at["h", name]] if name in free else 1.0
-            predicted = values[at["T", name]]
-            slope[row, at["T", name]] = weight
-            if gpus > NODE:
-                v, size = at["V", gpus // NODE], gbit(name)
-                predicted += values[v] * needed * size
-                slope[row, v] = weight * needed * size
-                if name in free:
-                    slope[row, at["h", name]] = weight * values[v] * size
-            residual[row] = weight * (predicted - seconds)
-        return residual, slope
+    def model(_: object, *values: float) -> list[float]:
+        of = dict(zip(keys, values, strict=True))
+        return [
+            of["T", name] + of.get(("V", gpus // NODE), 0) * of.get(("h", name), 1) * sizes[name]
+            for name, gpus, _, _ in bars
+        ]
 
-    for _ in range(100):
-        residual, slope = model(p)
-        change = np.linalg.lstsq(slope, -residual, rcond=None)[0]
-        p = p + change
-        if np.abs(change).max() < 1e-12:
-            break
-    residual, slope = model(p)
-    spread = float(residual @ residual) / (len(bars) - len(at))
-    covariance = np.linalg.inv(slope.T @ slope) * spread
+    seconds = [spent for _, _, spent, _ in bars]
     inside = {
-        (name, gpus): gpus * NETWORKS[name] / PUBLISHED[cluster, name]["fp32"][GPUS.index(gpus)]
-        for name in names
-        for gpus in GPUS
-        if gpus < NODE
+        (name, gpus): gpus * NETWORKS[name] / rate
+        for name in NETWORKS
+        for gpus, rate in zip(GPUS, PUBLISHED[cluster, name]["fp32"], strict=True)
+        if gpus <= NODE
     }
-    inside |= {(name, NODE): float(p[at["T", name]]) for name in names}
+    start = [inside.get((name, NODE), 1.0) for _, name in keys]
+    errors = [spent * loose for _, _, spent, loose in bars]
+    exact = dict.fromkeys(("ftol", "xtol", "gtol"), 1e-15)
+    values, covariance = optimize.curve_fit(model, None, seconds, start, errors, **exact)
+    fitted = dict(zip(keys, values.tolist(), strict=True))
+    deviation = dict(zip(keys, np.sqrt(np.diag(covariance)).tolist(), strict=True))
     return Fit(
-        inside,
-        {nodes: float(p[at["V", nodes]]) for nodes in NODES},
-        {name: float(p[at["h", name]]) if name in free else 1.0 for name in names},
-        {name: float(covariance[at["h", name], at["h", name]]) ** 0.5 for name in free},
+        {**inside, **{(name, NODE): fitted["T", name] for name in NETWORKS}},
+        {nodes: fitted["V", nodes] for nodes in NODES},
+        {name: fitted.get(("h", name), 1.0) for name in NETWORKS},
+        {name: deviation["h", name] for name in free},
     )
 
 

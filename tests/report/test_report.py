@@ -125,19 +125,19 @@ def recorded(name: str, seed: int, accuracy: float | None, **over):
     return summary(name, seed, accuracy, provenance=provenance, **over)
 
 
-DRAW = sections._pictures
+DRAW = sections._picture
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put empty pictures on the page: to draw them takes longer than the rest of it."""
-    monkeypatch.setattr(sections, "_pictures", lambda draw: ["data:image/svg+xml;base64,"])
+    monkeypatch.setattr(sections, "_picture", lambda draw: "data:image/svg+xml;base64,")
 
 
 @pytest.fixture
 def pictures(no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw the pictures."""
-    monkeypatch.setattr(sections, "_pictures", DRAW)
+    monkeypatch.setattr(sections, "_picture", DRAW)
 
 
 @pytest.fixture

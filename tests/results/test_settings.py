@@ -8,7 +8,7 @@ import pytest
 from commands import ROOT, gcbench_each, invoke
 
 from gcbench.results import declared
-from gcbench.results.settings import DECLARED, Settings
+from gcbench.results.settings import ROLES, Settings
 from gcbench.training.configuration import Config
 
 FIELD = """    flavour: NotNegative = setting(
@@ -59,7 +59,7 @@ def test_a_new_setting_touches_one_file(other: Path, tmp_path: Path) -> None:
 
 
 def test_the_config_has_the_declared_fields() -> None:
-    assert Config.model_fields.keys() == Settings.model_fields.keys() == DECLARED.roles.keys()
+    assert Config.model_fields.keys() == Settings.model_fields.keys() == ROLES.keys()
 
 
 def test_literal_declarations_are_those_of_the_classes() -> None:
