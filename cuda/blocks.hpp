@@ -122,8 +122,8 @@ inline int64_t decode_blocks(const Code* codes, const float* scales, int64_t n, 
         for (int i = begin; i < end; ++i) {
           const int32_t own = size(part[i]);
           here = own > here ? own : here;
-          values[i] = value(part[i]) * scale;
         }
+        GC_SIMD for (int i = begin; i < end; ++i) values[i] = value(part[i]) * scale;
         top = here > top ? here : top;
         coded |= scale == 0 ? here : 0;
       });

@@ -46,6 +46,7 @@ GC_CALLED(gc_fp8_encode)
 int64_t gc_fp8_decode(const uint8_t* codes, const float* scales, int64_t n, const Segments& segments, float* out,
                       int threads) {
   const auto size = [](uint32_t code) { return (int32_t)(code & 0x7fu); };
-  return decode_blocks(codes, scales, n, segments, out, threads, E4M3::TOP, size, fp8_share);
+  const auto share = [](uint32_t code) { return fp8_share(code); };
+  return decode_blocks(codes, scales, n, segments, out, threads, E4M3::TOP, size, share);
 }
 GC_CALLED(gc_fp8_decode)

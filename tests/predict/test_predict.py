@@ -1068,7 +1068,7 @@ def test_a_library_achieves_its_share_between_nodes_only() -> None:
     assert pair.seconds("allgather", 1e8, 3) == pytest.approx(0.2 / gloo.shares["allgather"])
     assert pair.seconds("broadcast", 1e8, 3) == pytest.approx(0.1 / gloo.shares["all"])
     with pytest.raises(UsageError, match="smoke"):
-        flat(transport="smoke")
+        clusters.load("a100x8-25g", {"transport": "smoke"})
 
 
 def test_the_shares_of_gloo_are_those_of_its_measurement() -> None:
