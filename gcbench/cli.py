@@ -46,7 +46,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
     help="Compare gradient compressors: bytes as sent, accuracy from training.",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Fetch data sets, or say where they are.")
+data_app = typer.Typer(no_args_is_help=True, help="Download data sets, or print their folders.")
 app.add_typer(data_app, name="data")
 
 INTERRUPTED = 130
@@ -72,9 +72,7 @@ def verify(
     ],
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", help="A field, e.g. clip=2.0; without any, all declared variants are checked."
-        ),
+        typer.Option("--set", help="A field, e.g. clip=2.0. Default: all declared variants."),
     ] = None,
     processes: Annotated[
         bool, typer.Option(help="Also compare the simulation with real processes.")
@@ -90,7 +88,7 @@ def verify(
     progress: Shown = Progress.auto,
     json: Json = False,
 ) -> None:
-    """Check a compressor against its declarations; exit code 1 if one does not hold."""
+    """Check what a compressor declares; exit code 1 if a check fails."""
     from gcbench.checks import properties
     from gcbench.checks import verify as verifying
     from gcbench.core import progress as showing
@@ -171,7 +169,7 @@ def data_get(
     progress: Shown = Progress.auto,
     as_json: Json = False,
 ) -> None:
-    """Download a data set, or check the files if they are there, and print its folder."""
+    """Download a data set, or check its files, and print its folder."""
     from gcbench.core import data
 
     folder = data.get(name, data_dir, progress.value)
@@ -180,7 +178,7 @@ def data_get(
 
 @data_app.command("path")
 def data_path(name: DataName, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Print the folder in which a data set is looked for."""
+    """Print the folder of a data set."""
     from gcbench.core import data
 
     _print_folder(name, data.path(name, data_dir), as_json=as_json)

@@ -69,7 +69,7 @@ Shown = Annotated[
         "--progress", metavar="HOW", help="How to show progress: auto, bar, plain or none."
     ),
 ]
-Results = Annotated[Path, typer.Option("--results", help="Folder for the folder of the analysis.")]
+Results = Annotated[Path, typer.Option("--results", help="Folder for the analysis.")]
 
 
 def _drawable(path: Path | None) -> Path | None:
@@ -84,7 +84,7 @@ Plot = Annotated[
     typer.Option(
         "--plot",
         callback=_drawable,
-        help="Also draw the picture here (.png, .svg, .pdf); the analysis' folder has a .png.",
+        help="Also write the picture to this file (.png, .svg, .pdf).",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Repeat finished work.")]
@@ -98,7 +98,7 @@ def option(help: str, panel: str | None = None, *flags: str, **more: Any) -> Any
     return typer.Option(*flags, help=help, rich_help_panel=panel, **more)
 
 
-SUITE = "A paper's table or figure, see `gcbench list suites`, or a YAML file."
+SUITE = "A suite from `gcbench list suites`, or a YAML file."
 
 
 def _names(kind: str) -> list[str]:

@@ -51,9 +51,7 @@ def bandwidth(
             WHAT,
         ),
     ] = None,
-    memory: Annotated[
-        bool, option("Whether methods use their memory (error feedback).", WHAT)
-    ] = True,
+    memory: Annotated[bool, option("Use the methods' memory (error feedback).", WHAT)] = True,
     link_latency_us: Annotated[
         float, option("Latency per message of predicted links, in microseconds.", WHAT, min=0)
     ] = 50.0,

@@ -36,9 +36,9 @@ def bounds(
     workers: Annotated[int, option("Number of workers.", TRAIN, min=1)] = 4,
     steps: Annotated[int, option("Training steps.", TRAIN, min=1)] = 200,
     batch: Annotated[
-        int | None, option("Examples a step; default the task's.", TRAIN, min=1)
+        int | None, option("Examples per step. Default: the task's.", TRAIN, min=1)
     ] = None,
-    lr: Annotated[float | None, option("Learning rate; default the task's.", TRAIN)] = None,
+    lr: Annotated[float | None, option("Learning rate. Default: the task's.", TRAIN)] = None,
     seed: Annotated[
         str, option("Seeds; with 3 or more, intervals are over seeds.", TRAIN)
     ] = "0,1,2",
@@ -46,13 +46,13 @@ def bounds(
     snapshots: Annotated[
         int, option("Number of steps at which the gradient's noise is sampled.", LOOK, min=1)
     ] = 3,
-    batches: Annotated[int, option("Batches drawn at each of them.", LOOK, min=8)] = 128,
+    batches: Annotated[int, option("Batches per sampled step.", LOOK, min=8)] = 128,
     compressed_steps: Annotated[
         int, option("Training steps with each method and seed; 0 for none.", LOOK, min=0)
     ] = 20,
     strict: Annotated[
         bool,
-        option("Exit code 1 if a theorem's bound is violated, or no theorem judges a method."),
+        option("Exit code 1 if a theorem's bound is violated, or no theorem covers a method."),
     ] = False,
     data_dir: DataDir = None,
     out: Output,
@@ -61,10 +61,9 @@ def bounds(
 
     Compressors run on known inputs, in compressed training, and on quadratics with known constants.
 
-    --strict looks at theorems alone, and at methods that none of them judges (unless --claims chose
-    theorems). A theorem can fail only where code is wrong, or where a method
-    declares what is not true of it: a method of your own is judged by what its class declares, or
-    inherits.
+    --strict considers theorems alone, and fails for a method that no theorem covers (unless
+    --claims selects theorems). A theorem fails only if the code or a method's claim is wrong. Your
+    own method is tested by the claims that its class declares or inherits.
     """
     from gcbench.checks import bounds as measure
     from gcbench.core.errors import UsageError

@@ -71,8 +71,8 @@ def compare(
     target: Annotated[
         S,
         option(
-            "Show steps and bytes to this accuracy, e.g. 0.9 (or to this test loss); fp32: "
-            "to where `none` ends."
+            "Show steps and bytes to reach this accuracy, e.g. 0.9 (or test loss); fp32: the "
+            "validation result of `none`."
         ),
     ] = None,
     trials: Annotated[bool, option("Also show the trials that chose learning rates.")] = False,
@@ -93,7 +93,7 @@ def compare(
         ),
     ] = "",
     columns: Annotated[
-        S, option("Only columns whose headings begin with these words: accuracy,vs none,payload.")
+        S, option("Only columns whose headings start with: accuracy,vs none,payload.")
     ] = None,
     width: Annotated[
         Width | None, option("Make picture and LaTeX as wide as one or two columns of a paper.")
@@ -101,7 +101,7 @@ def compare(
     label: Annotated[
         list[str] | None,
         option(
-            "A name for rows: mine=./mine.py, or lion=signsgd:memory=momentum.", show_default=False
+            "A display name: mine=./mine.py, or lion=signsgd:memory=momentum.", show_default=False
         ),
     ] = None,
     details: Details = False,

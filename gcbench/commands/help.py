@@ -42,12 +42,12 @@ def help_(
         str | None, typer.Argument(help="A guide.", autocompletion=_topics, show_default=False)
     ] = None,
 ) -> None:
-    """List the guides, or show one: Markdown, formatted where stdout is a terminal."""
+    """List the guides, or show one."""
     titles = guides()
     if topic is None:
         width = max(map(len, titles))
         lines = [f"  {name:<{width}}  {title}" for name, title in titles.items()]
-        output.emit("\n".join(["Guides, each by `gcbench help TOPIC`:", "", *lines]))
+        output.emit("\n".join(["Guides (gcbench help TOPIC):", "", *lines]))
         return
     if topic not in titles:
         raise unknown("topic", topic, titles, "For a command: gcbench COMMAND --help.")

@@ -10,7 +10,7 @@ import typer
 from gcbench.commands import DataDir, Output, command_line, option, with_groups
 from gcbench.core.errors import UsageError
 
-TRAINED = "Training, where no captures are named"
+TRAINED = "Training (without captures)"
 
 
 @with_groups
@@ -19,7 +19,7 @@ def histogram(
     captures: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Captures of one network: files, or folders with some. Without any: train first."
+            help="Captured gradients of one network: files or folders. Default: train first."
         ),
     ] = None,
     compressor: Annotated[
@@ -56,9 +56,9 @@ def histogram(
 ) -> None:
     """Show what compressors do to real gradients: histograms and errors.
 
-    Gradients are captured by `gcbench run --capture 0,100,399`, or in a training by this command.
-    All methods encode the same gradients, without memory; errors are those of each worker alone,
-    and of the mean over workers.
+    Gradients come from `gcbench run --capture 0,100,399`, or from a training by this command. All
+    methods encode the same gradients, without memory. Errors are those of each worker, and of the
+    mean over workers.
     """
     command = command_line()
     from gcbench.profile import histogram as measuring

@@ -30,7 +30,7 @@ def list_(
     details: Details = False,
     json: Json = False,
 ) -> None:
-    """List compressors, tasks, suites: also memories, backends, terms of the tables."""
+    """List compressors, memories, tasks, suites, backends or the terms of tables."""
     from gcbench.report import listings
 
     if json:
@@ -42,7 +42,7 @@ def list_(
 
 
 def info(json: Json = False) -> None:
-    """Show versions, devices and backends; for each missing backend the reason."""
+    """Show versions, devices and backends, and why a backend is missing."""
     from gcbench.report import listings
 
     facts = listings.info()
@@ -53,12 +53,12 @@ def info(json: Json = False) -> None:
 
 
 def kernels(
-    file: Annotated[Path, typer.Argument(help="What `make bench` wrote.")] = TIMINGS,
+    file: Annotated[Path, typer.Argument(help="A file from `make bench`.")] = TIMINGS,
     details: Details = False,
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
-    """Show saved timings of kernels: beside copy_, eager torch and the least memory traffic."""
+    """Show saved kernel timings relative to copy_, eager torch and least memory traffic."""
     from gcbench.report import kernel_timings as timing
 
     timings = timing.load(file)

@@ -29,16 +29,16 @@ def netlab(
         int, typer.Option(min=1, help="Workers on each node; they share its fast local link.")
     ] = 1,
     workers: Annotated[
-        int | None, typer.Option(min=2, help="Workers in all; default 4, or those of the nodes.")
+        int | None, typer.Option(min=2, help="Total workers. Default: 4, or those of the nodes.")
     ] = None,
     bandwidth: Annotated[
         str, option("Rates of each node's link: 100mbit,1gbit, or unlimited.")
     ] = "100mbit,1gbit",
     delay: Annotated[str, option("One-way delays: 0,5ms. Needs the kernel's netem.")] = "0",
-    loss: Annotated[str, option("Shares of packets lost: 0,0.01. Needs the kernel's netem.")] = "0",
+    loss: Annotated[str, option("Packet loss rates: 0,0.01. Needs the kernel's netem.")] = "0",
     out: Output,
 ) -> None:
-    """Train over real links of chosen rates: network namespaces of this machine.
+    """Train over links of chosen rates, between network namespaces of this machine.
 
     Needs Linux, and root or unprivileged user namespaces:
 

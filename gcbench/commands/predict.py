@@ -60,8 +60,8 @@ class Job(NamedTuple):
     compute_ms: Annotated[
         float | None,
         option(
-            "Milliseconds of one GPU's forward and backward pass, if you measured it; "
-            "default: from published throughput."
+            "Measured milliseconds of one GPU's forward and backward pass. Default: from "
+            "published throughput."
         ),
     ] = None
     overlap: Annotated[
@@ -86,9 +86,9 @@ class Job(NamedTuple):
     kernels: Annotated[
         str,
         option(
-            "Encoding times. assumed: a range, from the packaged measurement scaled to the "
-            "GPU's memory bandwidth down to the least time that this bandwidth allows; or a file "
-            "of `gcbench bandwidth --json` made on the machine in question."
+            "Encoding times: a file of `gcbench bandwidth --json` from your machine; or assumed, a "
+            "range from the packaged measurement, scaled to the GPU's memory bandwidth, to the "
+            "least time that this bandwidth allows."
         ),
     ] = "assumed"
 
@@ -157,13 +157,13 @@ def predict(
         str | None,
         option(
             "Numbers of GPUs, up to 100000.",
-            show_default="8,64,512; with --links that of the measurement",
+            show_default="8,64,512; with --links: as measured",
         ),
     ] = None,
     links: Annotated[
         bool,
         typer.Option(
-            "--links", help="On which links each method pays, as an exchange without a model."
+            "--links", help="Show the link rates at which each method pays, for an exchange alone."
         ),
     ] = False,
     validate: Annotated[
@@ -178,7 +178,7 @@ def predict(
     ] = 50.0,
     out: Output,
 ) -> None:
-    """Predict step times on a cluster: with speedup and cost, for each method."""
+    """Predict step times, speedup and cost of each method on a cluster."""
     from gcbench.predict import links as break_even
     from gcbench.predict import prediction, validation
     from gcbench.training import methods

@@ -100,7 +100,7 @@ def run(
     network: Annotated[str | None, option("Short for --task-set network=...", COMPARED)] = None,
     capture: Annotated[
         str | None,
-        option("Keep the workers' gradients of these steps, counted from 0: 0,100,399.", CAPTURED),
+        option("Save the workers' gradients of these steps, counted from 0: 0,100,399.", CAPTURED),
     ] = None,
     capture_layers: Annotated[
         str,
@@ -120,9 +120,8 @@ def run(
     rows: Annotated[
         list[Path] | None,
         option(
-            "Parquet file with one row per run: runs that are in it are skipped, others added "
-            "to the first such file. A suite that shares runs with another one (`gcbench list "
-            "suites`) takes that one's file, too."
+            "Parquet file with one row per run. Runs that it contains are skipped; new ones go to "
+            "the first such file. Add the file of another suite to reuse its runs."
         ),
     ] = None,
     checkpoint_seconds: Annotated[float, option("Seconds between checkpoints.", min=0)] = 60.0,

@@ -34,8 +34,8 @@ def watch(
 ) -> None:
     """Run a distributed job and show its collectives; exit code 1 if a check fails.
 
-    Checks: all ranks have the same bits, the wire is what --expect says, and a gcbench hook that
-    the job created carries the gradients:
+    It checks that all ranks have the same bits, that the traffic matches --expect, and that a
+    gcbench hook of the job carries the gradients:
 
     gcbench watch --expect bfloat16 -- torchrun --nproc-per-node 4 train.py
     """

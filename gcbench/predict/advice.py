@@ -581,7 +581,7 @@ def _answer(
     elif tried:
         row = rows[choice]
         safe = [name for name in tried if not _warns(rows[name])]
-        more = f" Without a warning: {safe[0]}." if _warns(row) and safe else ""
+        more = f" The best method without a warning: {safe[0]}." if _warns(row) and safe else ""
         text = [
             f"Try {choice}: predicted {row['over_bf16']} times as fast as bf16, "
             f"{row['over_fp32']} as fp32, {over[choice]:.2g} times one worker.",
@@ -632,7 +632,7 @@ def _how_to_know(settings: Settings, choice: str) -> str:
     speed = f"gcbench netlab --bandwidth {1e3 * gbit:g}mbit -- run --compressor {chosen}"
     if gbit > MOST_LAB:
         speed = f"torchrun ... -m gcbench bandwidth --compressor {chosen}"
-    return f"To know: `{speed}` (speed); your model with both, several seeds (accuracy)."
+    return f"To measure the speed: `{speed}`; the accuracy: train with both, several seeds."
 
 
 def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> str:
@@ -705,7 +705,7 @@ def _warns(row: Row) -> bool:
 def _paste(settings: Settings, row: Row | None, choice: str) -> str:
     """Return the line for the job, after DDP or FSDP has wrapped the model."""
     if row is None and choice == FP32:
-        return "Nothing to paste: DDP and FSDP reduce in fp32."
+        return "No change is needed: DDP and FSDP reduce in fp32."
     if row is None and settings.sharded:
         policy = "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
         return f"Paste: `fully_shard(part, mp_policy={policy})`."

@@ -104,21 +104,24 @@ class Evidence:
         if self.row.failed or self.lost is None:
             return f"diverged in {len(self.row.failed)} of {self.seeds} seeds"
         points = self.row.metric == "accuracy"
-        scale, unit = (100.0, "points") if points else (1.0, "of loss")
+        scale = 100.0 if points else 1.0
 
         def number(value: float) -> str:
             value = scale * value + 0.0  # no -0
             return f"{value:.2g}" if abs(value) < 10 else f"{value:.3g}"
 
         middle, low, high = self.lost
-        loses = f"loses {number(middle)} [{number(low)}, {number(high)}] {unit}"
-        gains = f"gains {number(-middle)} [{number(-high)}, {number(-low)}] {unit}"
+        loses = f"{number(middle)} [{number(low)}, {number(high)}]"
+        gains = f"{number(-middle)} [{number(-high)}, {number(-low)}]"
+        loses = f"loses {loses} points" if points else f"test loss {loses} higher"
+        gains = f"gains {gains} points" if points else f"test loss {gains} lower"
         if low > 0:
             return f"{loses}, settings open" if self.open else loses
         if high < 0:
             return gains
         if self.judge(tolerance) == FITS:
-            return f"no loss above {number(high)} {unit}"
+            most = number(high)
+            return f"no loss above {most} points" if points else f"test loss at most {most} higher"
         return gains if middle < 0 else loses
 
     @property
@@ -172,7 +175,7 @@ class Evidence:
         if examples is not None:
             parts.append(f"{_times_text(examples / first.batch)} the examples per step")
         parts.append(f"{_times_text(workers / first.workers)} the workers")
-        return f"your job has {', '.join(parts)}; compare steps and optimizer"
+        return f"your job has {', '.join(parts)}; steps and optimizer may differ, too"
 
 
 class Split(NamedTuple):

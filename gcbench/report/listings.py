@@ -180,10 +180,10 @@ def info() -> Row:
     import torch
     import torch.distributed as dist
 
-    gloo = "available" if dist.is_gloo_available() else "missing: torch has none"
+    gloo = "available" if dist.is_gloo_available() else "missing: torch was built without it"
     nccl = "available"
     if not dist.is_nccl_available():
-        nccl = "missing: torch has none"
+        nccl = "missing: torch was built without it"
     elif not torch.cuda.is_available():
         nccl = "missing: torch finds no usable NVIDIA GPU"
     engines = {"simulate": "available", "spawn (gloo)": gloo, "spawn (nccl)": nccl}
@@ -257,7 +257,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 def show_titles(kind: str, rows: Sequence[Row]) -> None:
     """Print `titles` on stdout, a line each, or the names alone where they are many."""
     width = _width()
-    more = f"Everything about each: gcbench list {kind} --details."
+    more = f"For all fields: gcbench list {kind} --details"
     if len(rows) <= LINES:
         longest = max((len(row["name"]) for row in rows), default=0)
         for row in rows:

@@ -88,7 +88,7 @@ class Beside:
         if not self.missing:
             return []
         every = len(self.missing) + len({p.identity for p in self.points.values()})
-        first = f"{len(self.missing)} of {every} runs of suite {self.suite.name} not made yet"
+        first = f"{len(self.missing)} of {every} runs of suite {self.suite.name} are missing"
         return [first, *_described(self.missing), f"make them with: {self._command()}"]
 
     def _command(self) -> str:

@@ -123,7 +123,7 @@ class Settings(BaseModel):
     delay: NotNegative = setting(
         0,
         "1: apply each mean one step late (double buffering). With local steps: steps until the "
-        "workers take it over.",
+        "workers apply it.",
         COMPARED,
         "method",
         changes_fp32=True,
@@ -210,7 +210,7 @@ class Settings(BaseModel):
         0, "Seed(s).", COMPARED, "method"
     )
     holdout: NotNegative = setting(
-        0, "Training examples kept for validation, the same for every seed.", TRAINING
+        0, "Training examples held out for validation, the same for every seed.", TRAINING
     )
     test: Flag = setting(
         True, "Evaluate the test split, too; with --holdout after the last step only.", TRAINING
@@ -243,12 +243,12 @@ class Settings(BaseModel):
         0.0, "Last rate of cosine, as a share of the first.", TRAINING, "tuned"
     )
     warmup: NotNegativeFloat = setting(
-        0.0, "Steps in which the rate rises linearly; below 1: a fraction.", TRAINING, "tuned"
+        0.0, "Steps of linear warm-up; below 1: a fraction of all steps.", TRAINING, "tuned"
     )
     weight_decay: NotNegativeFloat = setting(0.0, "L2 factor.", TRAINING, "tuned")
     decay: Literal["loss", "update"] = setting(
         "loss",
-        "Where L2 is added. loss: before compression; update: after decoding.",
+        "Where weight decay is added. loss: before compression; update: after decoding.",
         TRAINING,
         "tuned",
     )
@@ -256,7 +256,7 @@ class Settings(BaseModel):
         0.0, "Largest 2-norm of the gradient that is applied; 0: no limit.", TRAINING, "tuned"
     )
     ema: Share = setting(
-        0.0, "Decay of the parameters' moving average, which is evaluated; 0: none.", TRAINING
+        0.0, "Evaluate a moving average of the parameters with this decay; 0: off.", TRAINING
     )
     eval_every: NotNegative = setting(
         0, "Steps between evaluations; 0: only at the end.", TRAINING, "place"
@@ -266,7 +266,7 @@ class Settings(BaseModel):
     backend: str = setting("auto", "auto, reference, cpu or cuda.", PLACE, "place", bare=True)
     threads: Positive | None = setting(
         None,
-        "Threads per worker. Default: cores/workers. Another number gives other bits.",
+        "Threads per worker. Default: cores/workers. Results depend on it.",
         PLACE,
         "place",
     )

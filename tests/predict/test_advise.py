@@ -210,10 +210,10 @@ def test_tasks_without_an_accuracy_are_judged_by_their_loss(tmp_path: Path) -> N
     path = write(tmp_path / "r.parquet", [*base, *method])
     row = methods(advise(tmp_path, *ALONE, "--runs", path, "--tolerance", "0"))["terngrad"]
     assert row["advice"] == "unclear"
-    assert row["accuracy"] == "loses 0.013 [0.0055, 0.02] of loss"
+    assert row["accuracy"] == "test loss 0.013 [0.0055, 0.02] higher"
     row = methods(advise(tmp_path, *ALONE, "--runs", path, "--tolerance-loss", "0.03"))["terngrad"]
     assert row["advice"] == "try"
-    assert row["accuracy"].endswith("] of loss")
+    assert row["accuracy"].startswith("test loss ")
     assert row.get("accuracy_difference") is None
 
 

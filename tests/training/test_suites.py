@@ -357,7 +357,7 @@ def test_the_runs_that_nobody_made_are_named_with_their_command(local, tmp_path)
     file = rows_of(tmp_path / "rows.json", *map(row, configs[:2]))
     message = compared(file, local, "--details").err.splitlines()
     assert message == [
-        "3 of 5 runs of suite own not made yet",
+        "3 of 5 runs of suite own are missing",
         "  terngrad workers=4",
         "  topk ratio=[0.1,0.5] memory=none workers=2",
         f"  make them with: gcbench run --suite {local} --compressor terngrad,topk "
@@ -521,7 +521,7 @@ def test_the_report_has_a_section_of_a_suite(tmp_path):
     assert done.code == 0, done.err
     text = page.read_text()
     assert "terngrad-figure3: LeNet on MNIST" in text
-    assert "5 of 8 runs of suite terngrad-figure3 not made yet; terngrad lr=0.01" in text
+    assert "5 of 8 runs of suite terngrad-figure3 are missing; terngrad lr=0.01" in text
     assert "99.22" in text
     invoke("report", stored, "--output", page)
     assert "99.22" not in page.read_text()
