@@ -71,9 +71,10 @@ def rows(
     if not common:
         names = "; ".join(f"{place.system} ({place.path})" for place in list(places)[:3])
         raise UsageError(
-            f"--by machine: {counted(len(places), 'machine')} ({names}), and no run of two of "
-            "them has the same configuration and seed. Add rows of the same runs from another "
-            "machine, such as a colleague's bundle (`gcbench bundle RUNS -o x.zip`)"
+            f"--by machine: {counted(len(places), 'machine')} ({names}), and no two of them have "
+            "runs with the same configuration and seed (copies of one run count once). Add rows "
+            "of the same runs from another machine, such as a colleague's bundle (`gcbench bundle "
+            "RUNS -o x.zip`)"
         )
     result = []
     for group in common:

@@ -343,7 +343,7 @@ def language(name: str, loss: float) -> list[Any]:
     return [{**one, "test_loss": 2.0 + loss} for one in runs]
 
 
-@pytest.mark.parametrize(("loss", "seen"), [(0.5, "loses 0.5"), (0.0, "no loss above 0")])
+@pytest.mark.parametrize(("loss", "seen"), [(0.5, "test loss 0.5"), (0.0, "test loss at most 0 ")])
 @pytest.mark.parametrize("image_loss", [0.0, 0.1])
 def test_open_rows_and_rows_of_another_task_decide_nothing(
     tmp_path: Path, loss: float, seen: str, image_loss: float
@@ -496,7 +496,7 @@ def test_the_task_with_the_same_inputs_decides_and_others_warn(tmp_path: Path, b
     images = methods(advise(tmp_path, "--runs", both, "--compressor", "terngrad,int8"))
     assert images["terngrad"]["advice"] == "loses too much"
     assert images["terngrad"]["accuracy_task"] == images["int8"]["accuracy_task"] == "cifar10"
-    assert images["terngrad"]["elsewhere"].startswith("shakespeare: no loss above")
+    assert images["terngrad"]["elsewhere"].startswith("shakespeare: test loss at most")
     assert images["int8"]["advice"] == "try"
 
 
