@@ -22,7 +22,7 @@ from gcbench.core.compressor import (
 )
 from gcbench.core.errors import PayloadError, UsageError
 
-PATIENCE = 60.0
+PATIENCE = 5.0
 """Seconds that a worker waits for its turn."""
 MOST = 100_000
 """Operations that a worker needs at most after the other one has finished."""

@@ -263,9 +263,9 @@ class Segments:
         Row 0 has the offsets. Row 1 has the number of tiles before each segment, then their total,
         where each segment is cut into tiles of 1024 elements from its first element.
         """
-        offsets = torch.from_numpy(np.array(self.offsets, np.int64))  # faster than torch.tensor
-        tiles = (offsets.diff() + TILE - 1) // TILE
-        return torch.stack([offsets, torch.cat([tiles.new_zeros(1), tiles.cumsum(0)])])
+        offsets = np.array(self.offsets, np.int64)
+        tiles = (np.diff(offsets) + TILE - 1) // TILE
+        return torch.from_numpy(np.stack([offsets, np.insert(tiles.cumsum(), 0, 0)]))
 
     @cached_property
     def tensors(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
