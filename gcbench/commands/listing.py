@@ -30,7 +30,7 @@ def list_(
     details: Details = False,
     json: Json = False,
 ) -> None:
-    """List compressors, memories, tasks, suites, backends or the terms of tables."""
+    """List compressors, memories, tasks, suites: also backends and terms of the tables."""
     from gcbench.report import listings
 
     if json:
@@ -42,7 +42,7 @@ def list_(
 
 
 def info(json: Json = False) -> None:
-    """Show versions, devices and backends, and why a backend is missing."""
+    """Show versions, devices and backends; why a backend is missing."""
     from gcbench.report import listings
 
     facts = listings.info()
@@ -58,7 +58,7 @@ def kernels(
     format_: Formatted = Format.table,
     json: Json = False,
 ) -> None:
-    """Show saved kernel timings relative to copy_, eager torch and least memory traffic."""
+    """Show saved kernel timings: relative to copy_, eager torch and least memory traffic."""
     from gcbench.report import kernel_timings as timing
 
     timings = timing.load(file)

@@ -178,7 +178,7 @@ def predict(
     ] = 50.0,
     out: Output,
 ) -> None:
-    """Predict step times, speedup and cost of each method on a cluster."""
+    """Predict step times on a cluster: speedup and cost of each method."""
     from gcbench.predict import links as break_even
     from gcbench.predict import prediction, validation
     from gcbench.training import methods
