@@ -5,8 +5,6 @@
 
 #include "loops.hpp"
 
-int64_t gc_segment_absmax(const float* x, const gc::Segments& segments, float* absmax, int threads);
-
 namespace gc {
 
 constexpr int64_t SHORT = 16 * TILE;  // elements of a block that the cache keeps between its two passes
@@ -83,7 +81,7 @@ inline void encode_blocks(const float* x, int64_t n, const Segments& segments, C
     }
   });
   for (int64_t s = 0; s < m; ++s) {
-    if (scales[s] < TINY || segments.offsets[s] == segments.offsets[s + 1]) scales[s] = 0;
+    if (scales[s] < TINY || !segments.length(s)) scales[s] = 0;
   }
 }
 

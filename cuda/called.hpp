@@ -24,8 +24,10 @@ constexpr char letter() {
   return '?';
 }
 
+// Returned where F throws std::bad_alloc; `gcbench.ops.native.NO_MEMORY`, which Python turns into MemoryError.
 constexpr int64_t NO_MEMORY = INT64_MIN;
 
+// `call` is F as Python calls it, without exceptions; `letters` are the types of F's arguments.
 template <auto F>
 struct Called;
 

@@ -2,7 +2,7 @@
 // payload and writes 4.
 #include <type_traits>
 
-#include "half.cuh"
+#include "half.hpp"
 #include "called.hpp"
 
 using namespace gc;

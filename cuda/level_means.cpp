@@ -405,14 +405,14 @@ int64_t gc_level_mean(const uint32_t* const* words, const float* const* norms, c
   int64_t bad = 0;
   parallel(tiles_of(n), threads, [=, &segments, &in, &scale, &bad](int64_t first, int64_t last) {
     bool wrong = false;
-    const auto report = [=, &wrong](int p, int64_t part, Seen seen) {
+    const auto note = [=, &wrong](int p, int64_t part, Seen seen) {
       wrong |= seen.wrong;
       // Without a branch, as that would be taken at random where segments lie across tiles.
       uint8_t unused, *mark = seen.end && exact ? reached + p * segments.count + part : &unused;
       __atomic_store_n(mark, 1, __ATOMIC_RELAXED);
     };
     with_bits(bits, [&](auto b) {
-      Tiles<decltype(b)::value, decltype(report)> tiles(in, segments, scale, divisor, stream, report);
+      Tiles<decltype(b)::value, decltype(note)> tiles(in, segments, scale, divisor, stream, note);
       int64_t s = segments.holding(first * TILE);
       for (int64_t t = first; t < last; ++t) {
         const int64_t start = t * TILE;
@@ -420,7 +420,7 @@ int64_t gc_level_mean(const uint32_t* const* words, const float* const* norms, c
         tiles.mean(start, (int)(n - start < TILE ? n - start : TILE), s, out + start);
       }
     });
-    gc::report(bad, wrong ? BAD_CODES : 0);
+    report(bad, wrong ? BAD_CODES : 0);
   });
   for (int p = 0; exact && p < number; ++p) {
     if (!all_marked(norms[p], reached + p * segments.count, segments.count)) return BAD_CODES;

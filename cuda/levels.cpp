@@ -9,7 +9,6 @@ using namespace gc;
 
 int64_t gc_segment_statistics(const float* x, const Segments& segments, float* absmax, double* sum, double* square,
                               int threads);
-int64_t gc_segment_absmax(const float* x, const Segments& segments, float* absmax, int threads);
 
 // Norms of segments, (m,): the 2-norm if `two`, else the largest magnitude; 0 below TINY * levels.
 int64_t gc_level_norms(const float* x, const Segments& segments, int two, int levels, float* norms, int threads) {
@@ -247,7 +246,7 @@ int64_t gc_level_encode_max(const float* x, int64_t n, const Segments& segments,
   constexpr int64_t SHORT = 8 * TILE;
   const float least = TINY * (float)levels;
   if (segments.longest() <= SHORT) {
-    for (int64_t s = 0; s < segments.count; ++s) norms[s] = 0;  // an empty segment's stays
+    for (int64_t s = 0; s < segments.count; ++s) norms[s] = 0;  // `Found` does not set those of empty segments
     const auto found = [=, &segments](int64_t first) { return Found{x, segments, least, first, norms}; };
     encode(x, n, segments, found, levels, bits, key, out, threads);
   } else {

@@ -667,3 +667,6 @@ static inline void stream_lines(uint32_t* out, const uint32_t* from, int number)
 }
 
 }  // namespace gc
+
+// The largest magnitude of each segment, (m,). In statistics.cpp.
+int64_t gc_segment_absmax(const float* x, const gc::Segments& segments, float* absmax, int threads);

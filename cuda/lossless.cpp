@@ -2,7 +2,7 @@
 // thread does all. Bytes per element: encoding reads 2, or 4 of a float, and writes 11 / 8; decoding the other way.
 #include "blocks.hpp"
 #include "called.hpp"
-#include "half.cuh"
+#include "half.hpp"
 
 using namespace gc;
 

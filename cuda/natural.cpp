@@ -16,9 +16,9 @@ constexpr int AHEAD = 2 * B * LANES;   // words from what is read to what is pre
 // the fraction, and what the draw lacks of 2^24 - 1, carry into the exponent exactly then. Zeros and denormals have
 // nothing that could carry, and neither has 2^127, which stands for all that is above.
 GC_HD uint32_t natural_code(float x, uint32_t draw) {
-  constexpr uint32_t TOP = 0xfe000000u, LEAST = 0x01000000u;  // 2^127 and 2^-126, one bit further up
+  constexpr uint32_t MOST = 0xfe000000u, LEAST = 0x01000000u;  // 2^127 and 2^-126, one bit further up
   const uint32_t size = bits_of(x) << 1;
-  const uint32_t kept = size < LEAST ? 0u : size < TOP ? size : TOP;
+  const uint32_t kept = size < LEAST ? 0u : size < MOST ? size : MOST;
   const uint32_t exponent = (kept + (0xffffffu - draw)) >> 24;
   return exponent | (x <= -0x1p-126f ? 0x100u : 0u);  // a NaN has no sign
 }

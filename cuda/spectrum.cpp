@@ -9,9 +9,6 @@
 
 using namespace gc;
 
-// In statistics.cpp.
-int64_t gc_segment_absmax(const float* x, const Segments& segments, float* absmax, int threads);
-
 namespace {
 
 constexpr int64_t PIECE = TILE / 2;  // complex numbers of one tile
@@ -113,7 +110,7 @@ int64_t gc_spectrum_scaled(const float* x, const Segments& segments, float peak,
 }
 GC_CALLED(gc_spectrum_scaled)
 
-// energy = |X|^2 and out = X unit for the bins of all segments, which come as rows; `table` counts floats, two a bin.
+// energy = |X|^2 and out = X unit for the bins of all segments, which come as rows; `segments` count floats, two a bin.
 int64_t gc_spectrum_unscaled(const float* bins, const float* unit, const Segments& segments, const int64_t* places,
                              float* out, float* energy, int threads) {
   const Rows rows(places, segments);

@@ -6,7 +6,7 @@
 
 namespace gc {
 
-// Call f(part) for 0 <= part < parts, on `threads` threads.
+// Call f(part) for 0 <= part < parts, on `threads` threads. f must not throw: allocate before the call.
 template <class F>
 static inline void each_part(int parts, int threads, F f) {
 #if defined(_OPENMP)
@@ -39,7 +39,7 @@ struct Team {
   }
 };
 
-// Call f(team) on `threads` threads.
+// Call f(team) on `threads` threads. f must not throw: allocate before the call.
 template <class F>
 static inline void together(int threads, F f) {
 #if defined(_OPENMP)

@@ -299,9 +299,9 @@ def _averages(inner: Any) -> bool:
 def _adapted(
     cls: type[Any], inner: Any, form: Any, *, unbiased: bool, contractive: bool
 ) -> type[Compressor]:
-    """Return the compressor class of the module that called our caller.
+    """Return the compressor class, defined in the module that called `grace` or `horovod`.
 
-    `inner` has GRACE's form; `form`: the object whose functions it calls.
+    `inner`: an object of GRACE's form. `form`: the user's object, whose functions are checked.
     """
     for function in ("compress", "decompress"):
         if not callable(getattr(form, function, None)):

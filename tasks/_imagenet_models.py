@@ -24,7 +24,7 @@ TernGrad's code has 0.0003, with which the statistics need about ten thousand st
 
 
 def _same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad (..., h, w) by TensorFlow's SAME, an odd pixel at the end: ceil(h / stride) rows."""
+    """Pad (..., h, w) as TensorFlow's SAME: ceil(h / stride) rows; the end gets an odd pixel."""
     pads = []
     for side in (x.shape[-1], x.shape[-2]):
         missing = max((math.ceil(side / stride) - 1) * stride + kernel - side, 0)

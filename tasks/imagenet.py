@@ -262,7 +262,7 @@ class ImageNet(Task):
 
 
 def _placed(width: int, height: int, w: float, h: float, left: float, top: float) -> Box:
-    """Return a box of w x h pixels; `left`, `top`: fractions of the free space before it."""
+    """Return a box of w x h pixels; `left`, `top`: its offset as a fraction of the free space."""
     x, y = left * (width - w), top * (height - h)
     return x, y, min(x + w, width), min(y + h, height)
 

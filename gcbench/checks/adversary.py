@@ -91,7 +91,7 @@ class Search:
 
     @contextmanager
     def _at(self, where: str) -> Iterator[None]:
-        """Make a finding of an exception; `where`: the input."""
+        """Record an exception in the with block as a finding on the input `where`."""
         try:
             yield
         except FaultError as fault:

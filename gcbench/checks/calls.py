@@ -172,7 +172,10 @@ class Calls:
         return codec.decode(self.method, payload, ctx)
 
     def round_trip(self, x: Tensor, segments: Segments, key: Key) -> tuple[Tensor, Tensor]:
-        """Return what a single worker's x decodes to, and `shared`."""
+        """Encode and decode the gradient of a single worker.
+
+        Returns the decoded tensor, float32, shape (n,), and `shared`.
+        """
         shared = self.shared([x], segments, key)
         return self.decode(self.encode(x, segments, shared, key), segments, shared), shared
 

@@ -28,15 +28,16 @@ from gcbench.core.rule import UpdateRule
 from gcbench.core.world import Link, SimulatedWorld
 
 SHAPES = ((40, 33), (0,), (1,), (1030,))
-"""A bucket with a matrix, an empty tensor, a scalar and a vector."""
-N = 40 * 33 + 1031
+"""A bucket with a matrix, an empty tensor, a tensor of one element and a vector."""
+N = sum(map(math.prod, SHAPES))
+"""Number of elements of that bucket."""
 WORKER_COUNTS = (1, 2, 3, 5, 8)
 FEEDBACK_STEPS = 100
 PLAIN = UpdateRule()
 
 
 def simulated(lane: Lane, workers: int, seed: int = 7) -> Exchange:
-    """Return an exchange of one lane between simulated workers, with one thread."""
+    """Return an exchange of one lane between simulated workers; sets torch to one thread."""
     world = SimulatedWorld(workers, torch.device("cpu"), Link(10.0, 50.0), 1, 1)
     return Exchange(world, [lane], seed, Clock(world.device))
 

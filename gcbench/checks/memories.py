@@ -21,7 +21,7 @@ from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
 
 SHAPES = ((40, 33), (1,), (1030,))
-N = 40 * 33 + 1031
+N = exchanges.N
 WORKERS = 3
 RATES = (0.5, 0.5, 0.05, 0.2, 2.0, 0.1)
 """Learning rates of the steps in which a schedule must not matter."""
@@ -396,19 +396,22 @@ def _interleaved(carried: Memory, method: Compressor) -> str:
     """The buffers of two workers are apart, also if their tensors have the same length."""
     segments = Segments.of(((40,),), method.granularity)
     first = memory_steps.series(40)[0]
-    gradients = [first, [-2 * x for x in first]]
+    series = [first, [-2 * x for x in first]]
 
     def results(turns: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Offer, then keep, at the (step, worker) of each pair of turns."""
+        """Run the turns, each a (step, worker): its first one offers, its second one keeps.
+
+        Returns the bytes of all offers and buffers.
+        """
         shared = copy.deepcopy(carried)
-        states = [shared.state(torch.zeros(40)) for _ in gradients]
+        states = [shared.state(torch.zeros(40)) for _ in series]
         joint = {name: torch.zeros(40) for name in shared.joint}
         offers: dict[tuple[int, int], Tensor] = {}
         for step, worker in turns:
             ctx = Context(segments, key=Key(7, step, worker), workers=2)
             ctx = ctx._replace(state=states[worker], joint=joint)
             if (step, worker) not in offers:
-                offers[step, worker] = shared.offer(gradients[worker][step].clone(), ctx)
+                offers[step, worker] = shared.offer(series[worker][step].clone(), ctx)
                 continue
             offered = offers[step, worker]
             offers[step, worker] = offered.clone()

@@ -338,7 +338,7 @@ def _with_warm_up(method: Compressor) -> bytes:
     try:
         carried.rescale(state, 0.25)
         shapes = exchanges.RULE_SHAPES
-        updates = exchanges.steps_of(memory.of(method), method.rule, method, steps, shapes)
+        updates = exchanges.steps_of(carried, method.rule, method, steps, shapes)
         return b"".join(map(oracle.raw, [*updates, *state.values()]))
     except Exception as error:
         return repr(error).encode()

@@ -23,7 +23,8 @@ from gcbench.core.compressor import (
 from gcbench.core.errors import PayloadError, UsageError
 
 PATIENCE = 5.0
-"""Seconds that a worker waits for its turn."""
+"""Longest wait of a worker for its turn, in seconds; then it goes on out of turn, so that a lock
+inside a method cannot block the check forever."""
 MOST = 100_000
 """Operations that a worker needs at most after the other one has finished."""
 

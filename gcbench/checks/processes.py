@@ -38,9 +38,10 @@ def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
 
 
 def digest(lane: Lane, world: World | None) -> str:
-    """Return the SHA-256 of the means and memories of three workers in three steps.
+    """Return the SHA-256 of means, memories and traffic of three workers in three steps.
 
-    `world`: that of this worker's process group; without it all workers are simulated.
+    `world`: that of this worker's process group, whose traffic is reset; without it all workers are
+    simulated.
     """
     here = world or SimulatedWorld(PROCESSES, torch.device("cpu"), Link(10, 50), 1, 1)
     running = Exchange(here, [lane], 7, Clock(here.device))

@@ -59,6 +59,7 @@ def configurations(name: str) -> tuple[tuple[str, Compressor], ...]:
 
 
 def _labelled(name: str, options: Mapping[str, Any]) -> tuple[str, Compressor]:
+    """Return one configuration: its options as text, and the compressor."""
     text = " ".join(f"{key}={value}" for key, value in options.items())
     return text, registry.compressor(name, **options)
 

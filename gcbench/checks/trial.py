@@ -14,10 +14,9 @@ from gcbench.checks import inputs, oracle
 from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case
 from gcbench.checks.oracle import FaultError, Profile, raw, same_bits
-from gcbench.core import codec, purposes
+from gcbench.core import purposes
 from gcbench.core.compressor import (
     TILE,
-    Context,
     MultiRoundCompressor,
     Payload,
     Segments,
@@ -538,11 +537,10 @@ class RoundsTrial:
 
     def _decoded(self, x: Tensor) -> None:
         """One worker applies what its payload is decoded to."""
-        key = self.case.key()
-        key = key._replace(step=(key.step + 1) % 2**32)
-        state = self.calls.initial_state(self.segments, self.case.key())
-        ctx = Context(self.segments, state, key, lr=self.case.lr)
-        decoded = codec.decode(self.method, codec.encode(self.method, x, ctx), ctx)
+        calls, segments, key = self.calls, self.segments, self.case.key()
+        state = calls.initial_state(segments, key)
+        later = key._replace(step=(key.step + 1) % 2**32)
+        decoded = calls.decode(calls.encode(x, segments, state, later), segments, state)
         single, _ = self._step([x], 0xFF)
         room = 1e-5 * single.double().abs() + 2.0**-140
         oracle.near("decode", decoded, single, room, "the mean of a step with one worker")

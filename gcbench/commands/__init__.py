@@ -69,7 +69,7 @@ Shown = Annotated[
         "--progress", metavar="HOW", help="How to show progress: auto, bar, plain or none."
     ),
 ]
-Results = Annotated[Path, typer.Option("--results", help="Folder for the analysis.")]
+Results = Annotated[Path, typer.Option("--results", help="Parent folder of the analysis.")]
 
 
 def _drawable(path: Path | None) -> Path | None:
@@ -290,7 +290,8 @@ def make(kind: type[Any], flags: Mapping[str, str] | None = None, /, **fields: A
         first = error.errors()[0]
         field = str(first["loc"][0])
         flag = (flags or {}).get(field, f"--{field.replace('_', '-')}")
-        raise UsageError(f"{flag}: {first['msg']} (came: {first['input']!r})") from None
+        what = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{flag}: {what} (came: {first['input']!r})") from None
 
 
 LONGEST_MESSAGE = 4000

@@ -63,7 +63,7 @@ def bounds(
 
     --strict considers theorems alone, and fails for a method that no theorem covers (unless
     --claims selects theorems). A theorem fails only if the code or a method's claim is wrong. Your
-    own method is tested by the claims that its class declares or inherits.
+    own method is tested against the claims that its class declares or inherits.
     """
     from gcbench.checks import bounds as measure
     from gcbench.core.errors import UsageError

@@ -25,7 +25,7 @@ def bundle(
     ] = None,
     progress: Shown = Progress.auto,
 ) -> None:
-    """Write runs to one file: plug-ins and environment, too.
+    """Write runs to one file: with the environment and the sources of their plug-ins.
 
     `gcbench compare runs.zip` and `gcbench report runs.zip` read it on another machine. They never
     run the sources.

@@ -71,8 +71,8 @@ def compare(
     target: Annotated[
         S,
         option(
-            "Show steps and bytes to reach this accuracy, e.g. 0.9 (or test loss); fp32: the "
-            "validation result of `none`."
+            "Show steps and bytes to reach this accuracy, e.g. 0.9 (or this loss); fp32: the "
+            "median last evaluation of `none`."
         ),
     ] = None,
     trials: Annotated[bool, option("Also show the trials that chose learning rates.")] = False,
@@ -93,7 +93,7 @@ def compare(
         ),
     ] = "",
     columns: Annotated[
-        S, option("Only columns whose headings start with: accuracy,vs none,payload.")
+        S, option("Only columns with these beginnings of headings, e.g. accuracy,vs none,payload.")
     ] = None,
     width: Annotated[
         Width | None, option("Make picture and LaTeX as wide as one or two columns of a paper.")

@@ -56,7 +56,7 @@ def histogram(
 ) -> None:
     """Show what compressors do to real gradients: histograms and errors.
 
-    Gradients come from `gcbench run --capture 0,100,399`, or from a training by this command. All
+    Gradients come from `gcbench run --capture 0,100,399`, or this command trains first. All
     methods encode the same gradients, without memory. Errors are those of each worker, and of the
     mean over workers.
     """

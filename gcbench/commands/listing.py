@@ -30,7 +30,7 @@ def list_(
     details: Details = False,
     json: Json = False,
 ) -> None:
-    """List compressors, memories, tasks, suites: also backends and terms of the tables."""
+    """List compressors, memories, tasks or suites; also backends and the terms of the tables."""
     from gcbench.report import listings
 
     if json:
@@ -42,7 +42,7 @@ def list_(
 
 
 def info(json: Json = False) -> None:
-    """Show versions, devices and backends; why a backend is missing."""
+    """Show versions, devices and backends: for a missing backend, also the reason."""
     from gcbench.report import listings
 
     facts = listings.info()

@@ -38,7 +38,7 @@ def netlab(
     loss: Annotated[str, option("Packet loss rates: 0,0.01. Needs the kernel's netem.")] = "0",
     out: Output,
 ) -> None:
-    """Train over links of chosen rates: network namespaces of one machine.
+    """Train over real links of chosen rates: between network namespaces of one machine.
 
     Needs Linux, and root or unprivileged user namespaces:
 

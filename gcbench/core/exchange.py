@@ -602,7 +602,7 @@ class Exchange:
                 first = lane.compressor.initial_state(self._context(number, 0))
                 must["state"] = tuple(first.shape)
             else:
-                raise sealed.malformed(f"{where} has the state of a method in rounds")
+                raise sealed.malformed(f"begun is true for {where}, whose method has no rounds")
             _check_tensors(where, joint[number], must, {})
         return memory, joint
 
@@ -738,7 +738,7 @@ class Exchange:
         *,
         settle: bool = True,
     ) -> list[list[Payload]]:
-        """Return each local worker's payloads of these pieces; `settle`: in its send buffer."""
+        """Return each local worker's payloads of these pieces, if `settle` in its send buffer."""
         ranks, lane = self.world.ranks, self.lanes[number]
 
         def encode(i: int) -> list[Payload]:
@@ -769,7 +769,10 @@ class Exchange:
         residuals: Sequence[Tensor] | None = None,
         settle: bool = True,
     ) -> list[Payload]:
-        """Encode x, or x + residual, whose error it becomes; `settle`: in the buffer `name`."""
+        """Return the payloads of `xs`, or of x + residual; each residual becomes the new error.
+
+        `settle`: store their bytes consecutively in the buffer `name`.
+        """
         method = lane.compressor
         layouts = [codec.layout(method, ctx.segments) for ctx in contexts]
         slots, payloads = self._slots(name, layouts), []
@@ -787,7 +790,10 @@ class Exchange:
         return self._settled(name, payloads, slots) if settle else payloads
 
     def _slots(self, name: Hashable, layouts: Sequence[Layout | None]) -> list[Payload | None]:
-        """Return payloads over the buffer `name`; None where sizes or alignment forbid it."""
+        """Return payloads as consecutive views of the buffer `name`.
+
+        All are None if a layout is not declared; one is None if its parts would not be aligned.
+        """
         declared = [layout for layout in layouts if layout is not None]
         if len(declared) < len(layouts):
             return [None] * len(layouts)
@@ -919,7 +925,10 @@ class Exchange:
         shards: Sequence[Piece],
         received: Payload | None,
     ) -> Payload:
-        """Return local worker i's payload in a hop; `received`: the partial sum so far."""
+        """Return local worker i's payload in a hop from 1 to N; that of hop N is the whole sum.
+
+        `received`: the previous hop's payload, a sum without worker i's gradient; None in hop 1.
+        """
         world, lane = self.world, self.lanes[number]
         rank, state = world.ranks[i], self.workers[i][number]
         shard = shards[(rank - hop) % world.size]
@@ -1036,7 +1045,10 @@ class Exchange:
         counts: Sequence[Sequence[int]],
         arriving: Sequence[Sequence[int]],
     ) -> list[list[Tensor]]:
-        """Send `counts[i][r]` entries of worker i to rank r; `arriving`: counts, by sender."""
+        """Send `counts[i][r]` entries of local worker i to rank r; return the messages received.
+
+        `arriving[i][r]`: the number of entries that local worker i receives from rank r.
+        """
         splits, sizes = (
             [[sparse.WORDS * count for count in row] for row in rows] for rows in (counts, arriving)
         )

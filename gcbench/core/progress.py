@@ -28,9 +28,6 @@ class Observer:
     def record(self, record: Mapping[str, Any]) -> None:
         """Show the numbers of a record."""
 
-    def say(self, text: str) -> None:
-        """Show a line at once."""
-
     def close(self) -> None:
         """Finish."""
 
@@ -75,7 +72,8 @@ class Plain(Observer):
             step = min(record["step"], self.steps)
             self.say(f"step {step}/{self.steps}  {_words(record)}")
 
-    def say(self, text: str) -> None:  # noqa: D102
+    def say(self, text: str) -> None:
+        """Print a line at once."""
         self.last = time.monotonic()
         print(f"{self.name}  {text}", file=sys.stderr, flush=True)
 
@@ -114,7 +112,8 @@ class Bar(Observer):
         text = "  ".join(filter(None, self.numbers.values()))
         self.bar.update(self.task, text=text)
 
-    def say(self, text: str) -> None:  # noqa: D102
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
         self.bar.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:  # noqa: D102
@@ -127,7 +126,7 @@ class Announcing(Observer):
     The estimate assumes the pace of this run for all: others of the grid may be slower or faster.
     """
 
-    def __init__(self, inner: Observer, steps: int, after: int) -> None:
+    def __init__(self, inner: Plain | Bar, steps: int, after: int) -> None:
         self.inner, self.steps, self.after = inner, steps, after
         self.first: tuple[int, float] | None = None
         self.announced = False
@@ -159,7 +158,7 @@ class Announcing(Observer):
 
 
 class Delayed(Observer):
-    """Shows nothing in the first DELAY_SECONDS, then the steps as `make()` does: for short work."""
+    """Shows nothing in the first DELAY_SECONDS, then what `make()` shows: short work is silent."""
 
     def __init__(self, make: Callable[[], Observer]) -> None:
         self.make, self.began = make, time.monotonic()
@@ -170,6 +169,10 @@ class Delayed(Observer):
             self.inner = self.make()
         if self.inner is not None:
             self.inner.step(step, text)
+
+    def record(self, record: Mapping[str, Any]) -> None:  # noqa: D102
+        if self.inner is not None:
+            self.inner.record(record)
 
     def close(self) -> None:  # noqa: D102
         if self.inner is not None:
@@ -185,5 +188,5 @@ def observer(mode: Mode, name: str, steps: int, after: int = 0) -> Observer:
     if mode == "none":
         return Observer()
     bar = mode == "bar" or (mode == "auto" and sys.stderr.isatty())
-    shown = Bar(name, steps) if bar else Plain(name, steps)
+    shown: Plain | Bar = Bar(name, steps) if bar else Plain(name, steps)
     return Announcing(shown, steps, after) if after else shown

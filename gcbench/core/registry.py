@@ -154,7 +154,10 @@ def _users_files(kind: str, base: type) -> dict[str, Entry]:
 
 
 class _UsersFile(SourceFileLoader):
-    """Executes and stores a user's source; .pyc files, keyed by size and seconds, may be stale."""
+    """Executes a user's file, not its .pyc, and stores the executed source.
+
+    A .pyc is keyed by size and mtime in seconds, and a quick edit can change neither.
+    """
 
     def __init__(self, name: str, path: str) -> None:
         super().__init__(name, path)
@@ -391,7 +394,7 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _typed(what: str, cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values to their fields' types, strictly: 2 becomes 2.0, "no" is an error."""
+    """Convert the values to their fields' types, strictly: 2 becomes 2.0, but "no" is no bool."""
     from pydantic import ValidationError
     from pydantic.errors import PydanticUserError
 

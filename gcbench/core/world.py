@@ -198,16 +198,7 @@ class World(ABC):
         wire = [float(count) for count in counts]
         self._count(counts, [0] * len(counts), wire)
         self._model(1, wire)
-        numels = [tensor.numel() for tensor in tensors]
-        splits = [self._only(rank + 1, n) for rank, n in zip(self.ranks, numels, strict=True)]
-        arriving = [self._only(rank - 1, n) for rank, n in zip(self.ranks, sizes, strict=True)]
-        # NCCL runs both directions at once only inside a collective.
-        rows = self._all_to_all(tensors, splits, arriving, out)
-        return [row[(rank - 1) % self.size] for rank, row in zip(self.ranks, rows, strict=True)]
-
-    def _only(self, rank: int, count: int) -> list[int]:
-        """Return the numbers of elements for all ranks: `count` for this one, modulo the size."""
-        return [count * (other == rank % self.size) for other in range(self.size)]
+        return self._shift(tensors, sizes, out)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Return worker 0's tensor on every worker; each worker forwards it to the next."""
@@ -237,6 +228,11 @@ class World(ABC):
         sizes: Sequence[Sequence[int]],
         out: Tensor | None,
     ) -> list[list[Tensor]]: ...
+
+    @abstractmethod
+    def _shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]: ...
 
     @abstractmethod
     def map(self, call: Callable[[int], T]) -> list[T]:
@@ -318,6 +314,11 @@ class SimulatedWorld(World):
             torch.split(tensor, list(split)) for tensor, split in zip(tensors, splits, strict=True)
         ]
         return [list(column) for column in zip(*rows, strict=True)]
+
+    def _shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
+        return [tensors[-1], *tensors[:-1]]
 
 
 class DistributedWorld(World):
@@ -424,7 +425,10 @@ class DistributedWorld(World):
         return total
 
     def _ordered_sum(self, tensor: Tensor, out: Tensor | None) -> Tensor:
-        """Sum in rank order, unlike gloo, by reduce-scatter and all-gather, with a ring's bytes."""
+        """All-reduce as reduce-scatter and all-gather; a shard's owner adds in rank order.
+
+        It moves as many bytes as a ring all-reduce. gloo's order of additions depends on N.
+        """
         flat = tensor.reshape(-1)
         sizes = [shard.numel() for shard in flat.tensor_split(self.size)]
         share = sizes[self.ranks[0]]
@@ -495,6 +499,16 @@ class DistributedWorld(World):
             for work in works:
                 if work is not None:  # of another group
                     work.wait()
+
+    def _shift(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], out: Tensor | None
+    ) -> list[Tensor]:
+        rank = self.ranks[0]
+        after, before = (rank + 1) % self.size, (rank - 1) % self.size
+        sent = [tensors[0].numel() * (other == after) for other in range(self.size)]
+        received = [sizes[0] * (other == before) for other in range(self.size)]
+        # NCCL runs both directions at once only inside a collective.
+        return [self._all_to_all(tensors, [sent], [received], out)[0][before]]
 
 
 def _copy(tensor: Tensor, out: Tensor | None) -> Tensor:

@@ -44,7 +44,7 @@ def digest(x: Tensor) -> int:
 
 
 def agree(exchange: Exchange, mine: GcbenchError | None, common: Common) -> GcbenchError | None:
-    """Return the error of the first rank that has one, or that the ranks differ; else None.
+    """Return the first rank's error, or a UsageError if the ranks differ; None if all agree.
 
     All ranks of the exchange's world call it at the same place and get the same error. Each rank
     sends `BYTES`; only after an error do they also exchange texts.

@@ -101,7 +101,7 @@ OPTIONAL = (
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in `CHECKS` by name, checked.
+    """Return the arguments that `CHECKS` names, checked and converted, without the others.
 
     Raises:
         UsageError: a value of the wrong type, or out of range.

@@ -144,7 +144,7 @@ def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[torch.
 
 
 class Observer:
-    """Calls a hook about its model. A copy of the model has no hook, and a `Copied` instead."""
+    """Notifies a hook of an event of its model. Copies of the model get a `Copied` instead."""
 
     def __init__(self, call: Callable[[nn.Module], None], *, warns: bool = False) -> None:
         """`warns`: whether the copy warns if it is trained."""
@@ -246,9 +246,10 @@ class Hook:
         return total(level.exchange.agreement for level in self._levels())
 
     def _fresh(self, name: str) -> int:
-        """Return how many gradients of a parameter were exchanged since `register`.
+        """Return how many gradients of a parameter were exchanged: in FSDP since step 0.
 
-        Without those that the loss did not use, and those whose mean FSDP added to the last one.
+        In DDP it counts since `register`. Exchanges in which the loss did not use the parameter do
+        not count, nor do those whose mean FSDP added to the previous one.
         """
         raise NotImplementedError
 
@@ -291,7 +292,7 @@ class Hook:
         optimizer: Any = None,
         scaler: Any = None,
     ) -> T:
-        """Register; after a refusal, here or on another rank, this hook is as before.
+        """Prepare and meet the other ranks; if any rank refuses, forget `optimizer` and `scaler`.
 
         `prepare` examines the model, sets `_summary`, makes the exchanges, needs no other rank, and
         returns the parameters by name. `meet` compares the ranks' settings; it receives why this
@@ -299,17 +300,17 @@ class Hook:
         """
         restore = self._rates.snapshot()
         try:
-            result = meet(self._refused(prepare, optimizer, scaler))
+            result = meet(self._try_prepare(prepare, optimizer, scaler))
         except BaseException:
             restore()
             raise
         self._registered, self._loaded = True, None
         return result
 
-    def _refused(
+    def _try_prepare(
         self, prepare: Callable[[], Mapping[str, Tensor]], optimizer: Any, scaler: Any
     ) -> str:
-        """Prepare; return why this rank cannot register, or ""."""
+        """Prepare for `register`; return why this rank cannot, or "" if it can."""
         if self._registered:
             return "this hook is registered already: make one for each model"
         try:
@@ -388,7 +389,7 @@ class Hook:
         """Whether a part of each gradient stays in a residual, a momentum or an update rule."""
         return any(level.remembers for level in self._levels())
 
-    def _applied(self, optimizer: torch.optim.Optimizer) -> None:
+    def _record_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the rates at which an optimizer has applied the last means."""
         for level in self._levels():
             level.exchange.assume(level.rates(self._rates, optimizer))
@@ -432,7 +433,7 @@ class Hook:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Communicate; after an error begin nothing else, which would wait in vain."""
+        """Run what the other ranks also run; after an error in it, refuse all later exchanges."""
         self.raise_failure()
         try:
             with torch.no_grad():

@@ -24,8 +24,6 @@ REPEATED = 2
 """Successive steps with several exchanges before each of them, at which the hook warns."""
 OFTEN, SHARE = 5, 0.1
 """Steps with several exchanges before them, in all and per step, at which the hook warns."""
-Moved = Sequence[tuple[str, float]]
-"""Names of the parameters that a step moved, with their rates."""
 STEP_HOOKS = "_optimizer_step_post_hooks"
 """Attribute of every optimizer whose class calls `torch.optim.Optimizer.__init__`."""
 
@@ -102,7 +100,7 @@ class Rates:
         return source + (" and scaler" if self.scaler is not None else "")
 
     def bind(self, parameters: Mapping[str, Tensor], hook: Hook) -> None:
-        """Read the rates of these parameters, which `hook` exchanges, and observe their steps.
+        """Read the rates of these parameters, which `hook` exchanges; watch optimizers' steps.
 
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
@@ -112,6 +110,17 @@ class Rates:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
         self.locate(parameters)
+        owner = self._owner
+
+        def applied(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            existing = owner()
+            if existing is not None and existing._active:
+                existing._record_rates(optimizer)
+
+        # On the optimizer itself: a global hook runs after those that set the next rate.
+        for optimizer in self.optimizers:
+            handle = optimizer.register_step_post_hook(steps.uncompiled(applied))
+            self._handles.append(handle)
 
     def locate(self, parameters: Mapping[str, Tensor]) -> None:
         """Find the parameters in the optimizers, by the objects that the model has now.
@@ -131,27 +140,26 @@ class Rates:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn about a step at another rate, by another rule, or after no or several exchanges."""
-        moved, hook = [*self._moves(optimizer)], self._hook()
+        hook = self._hook()
         followed = any(optimizer is each for each in self.optimizers)
-        if self.optimizers and not followed:
-            self._compare(optimizer, moved)
+        if self.optimizers and not followed and "rate" not in self._warned:
+            self._compare(optimizer)
         if hook is None:
             return
-        if followed:
-            hook._applied(optimizer)
-        if moved and (why := self._unsuitable(optimizer)):
-            self._warn("suit", why)
+        moves = "suit" not in self._warned and any(True for _ in self._moves(optimizer))
+        if moves and (why := self._unsuitable(optimizer)):
+            self._warn("suit", why, 6)
         if hook._remembers:
-            self._repeat(optimizer, moved, hook)
-        self._count(optimizer, moved, hook.step)
+            self._repeat(optimizer, hook)
+        self._count(optimizer, hook.step)
 
     def _hook(self) -> Hook | None:
         """Return the hook if it exchanges gradients."""
         hook = self._owner()
         return hook if hook is not None and hook._active else None
 
-    def _warn(self, kind: str, text: str, level: int = 6) -> None:
-        """Issue a warning, once of each kind; `level`: as `stacklevel` in `warnings.warn`."""
+    def _warn(self, kind: str, text: str, level: int = 7) -> None:
+        """Issue a warning, once per kind; `level`: as `stacklevel` in `warnings.warn`."""
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, stacklevel=level)
@@ -159,23 +167,25 @@ class Rates:
     def _moves(self, optimizer: Any) -> Iterator[tuple[str, float]]:
         """Yield the hook's parameters with a gradient that an optimizer moves, with the rates."""
         for group in optimizer.param_groups:
+            rate = None
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is not None and parameter.grad is not None and "lr" in group:
-                    yield name, float(group["lr"])
+                    rate = float(group["lr"]) if rate is None else rate
+                    yield name, rate
 
     def waits(self, name: str, fresh: int) -> bool:
         """Return whether no optimizer has applied the last of a parameter's exchanges."""
         return fresh > self._applied.get(name, 0)
 
-    def _repeat(self, optimizer: torch.optim.Optimizer, moved: Moved, hook: Hook) -> None:
+    def _repeat(self, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
         """Warn if several exchanges of a parameter precede many of the steps that move it.
 
         The method's state then has a part of gradients that were exchanged twice or discarded. A
         single step after several exchanges is the next one after a step that the job left out.
         """
         texts = []
-        for name, _ in moved:
+        for name, _ in self._moves(optimizer):
             fresh = hook._fresh(name)
             count, self._applied[name] = fresh - self._applied.get(name, 0), fresh
             self._repeats[name] = self._repeats.get(name, 0) + 1 if count > 1 else 0
@@ -214,7 +224,7 @@ class Rates:
                 4,
             )
 
-    def _count(self, optimizer: torch.optim.Optimizer, moved: Moved, exchanges: int) -> None:
+    def _count(self, optimizer: torch.optim.Optimizer, exchanges: int) -> None:
         """Warn if an optimizer steps again and again and no gradient passes the hook.
 
         Steps with the rate 0 do not count: torch makes them to initialize an optimizer's state.
@@ -222,7 +232,7 @@ class Rates:
         if exchanges != self._last:
             self._last, self._idle = exchanges, {}
             return
-        if not any(rate for _, rate in moved):
+        if not any(rate for _, rate in self._moves(optimizer)):
             return
         count = self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
         if count >= IDLE:
@@ -251,11 +261,12 @@ class Rates:
             f"steps {type(optimizer).__name__}: residuals, if the method has them, are in units of "
             "scaled gradients and wrong after each change of the scale. Pass it to the hook or to "
             "register: scaler=scaler",
-            5,
+            4,
         )
 
-    def _compare(self, optimizer: torch.optim.Optimizer, moved: Moved) -> None:
+    def _compare(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if another optimizer moves a parameter at a rate that is not followed."""
+        moved = [*self._moves(optimizer)]
         followed = self.of([name for name, _ in moved])
         for (name, rate), expected in zip(moved, followed, strict=True):
             if expected is None or not math.isclose(rate, expected, rel_tol=1e-6):

@@ -51,7 +51,7 @@ class Scheme:
         """Return the scheme for the user's arguments.
 
         Raises:
-            UsageError: an unknown name or field, or an illegal combination.
+            UsageError: an unknown name or field, not a compressor, or an illegal combination.
         """
         methods = stages(compressor, options or {})
         for method in methods.values():

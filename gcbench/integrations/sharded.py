@@ -162,7 +162,7 @@ def modules(model: nn.Module) -> list[Sharded]:
 
 
 def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sharded | None:
-    """Return a module as torch's private state describes it; None without trained parameters."""
+    """Return a module as torch's private state describes it; None without trainable parameters."""
     groups = _groups(state)
     if len(groups) > 1:
         raise UsageError(

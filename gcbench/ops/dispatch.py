@@ -89,17 +89,23 @@ def output(
 def outputs(
     tensors: Sequence[Tensor] | None, device: torch.device, *parts: tuple[torch.dtype, int]
 ) -> list[Tensor]:
-    """Return an output tensor per part, (dtype, numel): those in `tensors`, or new ones."""
+    """Return one output tensor per part, a (dtype, numel): those in `tensors`, or new ones if None.
+
+    Raises:
+        ValueError: the number of `tensors` differs from that of the parts, or see `output`.
+    """
     slots: Sequence[Tensor | None] = [None] * len(parts) if tensors is None else tensors
+    if len(slots) != len(parts):
+        raise ValueError(f"out has {len(slots)} tensors: expected {len(parts)}")
     return [output(slot, *part, device) for slot, part in zip(slots, parts, strict=True)]
 
 
 def payload_faults(
     messages: Mapping[int, str],
 ) -> Callable[[int, Mapping[str, Any]], PayloadError]:
-    """Return the `Fault` for these messages, which begin with the argument `name` if there is one.
+    """Return a `Fault` that makes a `PayloadError` from `messages`, keyed by error number.
 
-    `messages`: by error number.
+    The message is prefixed with the operation's argument `name`, if it has one.
     """
 
     def fault(number: int, arguments: Mapping[str, Any]) -> PayloadError:

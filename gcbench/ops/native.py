@@ -1,4 +1,4 @@
-"""The native CPU kernels: the shared library, and a table that maps operations to C functions.
+"""The native CPU kernels: the shared library, and a table that maps operations to C++ functions.
 
 The library is built from `cuda/*.cpp` when the package is installed, once per instruction set
 (ISA). The best ISA of the processor is loaded, or the one in `GCBENCH_ISA`. ctypes calls it without
@@ -118,11 +118,11 @@ ROWS = {
     "u8bit.decode": "gc_u8bit_decode codes scales n segments values out threads",
     "u8bit.encode": "gc_u8bit_encode x n segments steps codes scales threads",
 }
-"""The C function of each operation, and its arguments by their names in the operation.
+"""The C++ function of each operation, and its arguments by their names in the operation.
 
-`n` is the number of elements of `segments` if the operation has no such argument. `#name` is the
-length of the argument `name`, `+name` the sum of its numbers, `threads` the number of torch's
-threads, and `nothing` a null pointer.
+`n` is the number of elements of `segments` if the operation has no such argument. Keys, segments
+and rows are passed as pointers (`_POINTERS`). `#name` is the length of the argument `name`, `+name`
+the sum of its numbers, `threads` the number of torch's threads, and `nothing` a null pointer.
 """
 
 ISAS = ("baseline", "avx2", "avx512")
@@ -130,7 +130,7 @@ ISAS = ("baseline", "avx2", "avx512")
 FOLDER = Path(gcbench.__file__).parent / "_native"
 REBUILD = "reinstall gcbench (`pip install -e .` in a checkout) with a C++ compiler available"
 NO_MEMORY = -(2**63)
-"""Return value of a C function that cannot allocate its intermediate results."""
+"""Return value of a C++ function that cannot allocate its intermediate results."""
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ _CTYPES: dict[str, Any] = {
 
 
 class Function(NamedTuple):
-    """A C function, and the types of its arguments as letters defined in cuda/called.hpp."""
+    """A C++ function, and the types of its arguments as letters defined in cuda/called.hpp."""
 
     name: str
     call: Any
@@ -280,7 +280,8 @@ def using_isa(isa: str) -> Iterator[None]:
 def _key(key: Key) -> bytes:
     """Return `gc::Key` of common.cuh."""
     (low, high), step, who = key.words()
-    return struct.pack("QQIII4x", high << 32 | low, key.offset, step, who, key.workers)
+    offset = key.offset & 0xFFFFFFFFFFFFFFFF
+    return struct.pack("QQIII4x", high << 32 | low, offset, step, who, key.workers)
 
 
 def _segments(segments: Segments) -> bytes:
@@ -294,7 +295,10 @@ _POINTERS: dict[type, Callable[[Any], bytes | int]] = {
     Segments: _segments,
     Rows: lambda rows: rows.table.data_ptr(),
 }
-"""What is passed as a pointer to a structure, by type."""
+"""How arguments of these types become pointers: structures as bytes, `Rows` as its table's address.
+
+The addresses stay valid during the call, because `Segments.table` and `Rows.table` are cached.
+"""
 
 
 def _row(text: str) -> Kernel:

@@ -64,12 +64,15 @@ def shares(x: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
 
 
 def valid_scales(scales: Tensor, least: float = TINY) -> bool:
-    """Return whether each scale is 0, or finite and at least `least`."""
+    """Return whether each of `scales`, float32, (m,), is 0, or finite and at least `least`."""
     return bool((scales.isfinite() & ((scales == 0) | (scales >= least))).all())
 
 
 def coded_in_zeros(codes: Tensor, scales: Tensor, segments: Segments, zero: int = 0) -> bool:
-    """Return whether a segment whose scale is 0 has a code or value, (n,), other than `zero`."""
+    """Return whether any element of a segment with scale 0 differs from `zero`.
+
+    `codes`: codes or decoded values, shape (n,). `scales`: float32, shape (m,).
+    """
     return any(
         bool(((scales[which] == 0).unsqueeze(1) & (rows != zero)).any())
         for which, rows in segments.views(codes)

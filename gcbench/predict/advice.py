@@ -287,8 +287,8 @@ def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
         f"links between nodes on which it gains {gain}."
     )
     yield (
-        "accuracy: loss against `none`, paired by seed, with its 95 % interval; the worst row of a "
-        "task that reads what the model reads. other inputs: the worst row of other tasks, which "
+        "accuracy: difference from `none`, paired by seed, with its 95 % interval; the worst row "
+        "of a task that reads what the model reads. other inputs: the worst row of other tasks, which "
         "only warns. allgather alone, twoshot alone: measured by that collective only; the "
         "recommended one computes a different mean (two-shot re-encodes it)."
     )
@@ -340,7 +340,8 @@ _LOST = ("lost", "lost_low", "lost_high")
 
 
 def _allowed(settings: Settings) -> str:
-    return f"{100 * settings.tolerance:g} points of accuracy or {settings.tolerance_loss:g} of loss"
+    loss = f"{settings.tolerance_loss:g} of test loss"
+    return f"{100 * settings.tolerance:g} points of accuracy or {loss}"
 
 
 def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list[Row]:
@@ -632,7 +633,8 @@ def _how_to_know(settings: Settings, choice: str) -> str:
     speed = f"gcbench netlab --bandwidth {1e3 * gbit:g}mbit -- run --compressor {chosen}"
     if gbit > MOST_LAB:
         speed = f"torchrun ... -m gcbench bandwidth --compressor {chosen}"
-    return f"To measure the speed: `{speed}`; the accuracy: train with both, several seeds."
+    train = "train your model with each, over several seeds"
+    return f"To measure the speed: `{speed}`. To measure the accuracy: {train}."
 
 
 def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> str:

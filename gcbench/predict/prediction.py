@@ -71,9 +71,9 @@ class Settings(BaseModel):
 def _times(
     settings: Settings, chosen: Mapping[str, Compressor], n: int
 ) -> tuple[dict[str, Spend], str, list[str]]:
-    """Return the measured times of the methods for a gradient of n elements.
+    """Return measured times for n elements by method, their source, and warnings.
 
-    They come with their source as text, and with sentences on measured times that are not used.
+    Methods without measured times are missing. The warnings name times that are not used.
 
     Raises:
         UsageError: the file in `settings.kernels` cannot be read.

@@ -67,7 +67,8 @@ class Message:
     def wire(self, workers: int) -> float:
         """Return the bytes that a worker sends to others, as `World` counts them."""
         once = (workers - 1) / workers
-        return {"allreduce": 2 * once, "allgather": workers - 1}.get(self.kind, once) * self.nbytes
+        shared = dict.fromkeys(("reducescatter", "alltoall", "hops"), once)
+        return {"allreduce": 2 * once, "allgather": workers - 1, **shared}[self.kind] * self.nbytes
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def _normal(method: Compressor, segments: Segments) -> Payload:
 
 
 def _weigh(method: Compressor, segments: Segments) -> tuple[Payload, Segments, float]:
-    """Return the payload of a normal gradient of at most `WEIGHED` elements, and its segments.
+    """Return a sample payload, its segments, and the factor to the size of all segments.
 
-    The factor extends its size to all segments.
+    The sample is a normal gradient of at most `WEIGHED` elements.
     """
     part = segments if segments.numel <= WEIGHED else segments.shard(0, WEIGHED)[0]
     return _normal(method, part), part, segments.numel / max(1, part.numel)

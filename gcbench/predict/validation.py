@@ -174,11 +174,11 @@ def bands(cluster: Cluster, workers: int) -> Bands:
     """Return the error bands of `workers` workers of a cluster."""
     if cluster.nodes_of(workers) == 1:
         return Bands()
-    return band(cluster.transport, cluster.inter.gbit)
+    return bands_over(cluster.transport, cluster.inter.gbit)
 
 
 @cache
-def band(transport: str, gbit: float) -> Bands:
+def bands_over(transport: str, gbit: float) -> Bands:
     """Return the error bands from the uncompressed tests of a library at the nearest rate.
 
     Links of rates that were achieved ("achieved") use the tests of NCCL.

@@ -258,7 +258,7 @@ class Ledger:
 
     @property
     def code(self) -> str:
-        """The digest of the code that began it."""
+        """The digest of the code that began it, "" for an analysis that is always repeated."""
         return self._origin["code"]
 
     def __contains__(self, key: str) -> bool:

@@ -471,8 +471,7 @@ def _baselines(
 
     for run, context in zip(firsts, contexts, strict=True):
         if equals := equal.get(_budget(context)):
-            one = len(equals) == 1
-            best = equals[0] if one else max(equals, key=partial(closeness, run=run))
+            best = max(equals, key=partial(closeness, run=run)) if len(equals) > 1 else equals[0]
             yield best.method, ()
         elif nearest := near.get(_budget(context, TUNED_KEYS)):
             best, theirs = nearest

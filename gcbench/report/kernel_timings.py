@@ -224,7 +224,7 @@ def _brief(rows: Sequence[Row], width: int) -> str:
         width,
     )
     table = fitted(columns[:1], columns[1:], width, LINES - len(title.splitlines()) - 4)
-    more = sentence(f"Not shown: other rows of {len(rows):,}. Add --details.", "table", width)
+    more = sentence(f"Not shown: other rows ({len(rows):,} in all). Add --details.", "table", width)
     return f"{title}\n\n{table.text}\n\n{more}"
 
 

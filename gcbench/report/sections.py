@@ -163,7 +163,7 @@ class Section:
     """One of `KINDS`."""
     lead: Sequence[str] = ()
     picture: str = ""
-    """Data URL of the SVG picture."""
+    """Data URL of the SVG picture; "" without one."""
     sheets: list[Sheet] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     where: Sequence[str] = ()

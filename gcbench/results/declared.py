@@ -67,6 +67,7 @@ Reader = Callable[[Mapping[str, Any]], Declared | None]
 
 
 def _reader(name: str) -> Reader:
+    """Return the reader of a method; its class is loaded only if its source is not literal."""
     loaded = f"gcbench.compressors.{name}" in sys.modules
     literal = None if loaded else _literals(name)
     if literal is not None:

@@ -148,12 +148,12 @@ _MOST_SEEN = 200_000
 
 
 def shared(path: Path, faults: list[GcbenchError]) -> Iterator[tuple[int, StoredRun, bool]]:
-    """Yield the rows of a file with their numbers, for readers that change nothing in them.
+    """Yield the rows of a file with their numbers, from 1; nothing if the file does not exist.
 
-    Rows share what is equal in them, and configs leave the seed out. `evaluations` are a
-    `PackedText` of JSON (`decoded` decodes it). The last value is whether all text of the row,
-    except the evaluations, is known to be printable. A row with a column that cannot be decoded is
-    left out, and its error is appended to `faults`.
+    For readers that change nothing: rows share what is equal in them, and configs leave the seed
+    out. `evaluations` are a `PackedText` of JSON (`decoded` decodes it). The last value is whether
+    all text of the row, except the evaluations, is known to be printable. A row with a column that
+    cannot be decoded is left out, and its error is appended to `faults`.
 
     Raises:
         UsageError: the path is a pipe, a socket or a device.

@@ -204,7 +204,7 @@ class Summary:
 
 @cache
 def _checks_of(keys: frozenset[str]) -> tuple[frozenset[str], dict[str, Check]]:
-    """Return one object for all summaries with these keys, and the checks of their fields."""
+    """Return the keys, one object for all summaries with them, and the checks of their fields."""
     for name in _REQUIRED:
         if name not in keys:
             raise WrongValueError("required", None, name)
@@ -226,7 +226,7 @@ _BY_TYPE: dict[Any, Check] = {
     ),
     "Failure | None": _optional(_record(Failure, step=_integer(), reason=_text)),
 }
-"""The checks of the fields by their annotations."""
+"""The checks of the fields by their annotations; a plain float is a number of bytes, at least 0."""
 _FIELDS = [each for each in fields(Summary) if each.name not in ("more", "present")]
 _CHECKS = {
     **{each.name: _BY_TYPE[each.type] for each in _FIELDS},

@@ -60,18 +60,22 @@ def always(worst: float, n: int) -> Interval:
 
 
 def worst(values: Sequence[float | None]) -> Interval:
-    """Return `always` for the largest of these observations; NaN if one is NaN or None."""
+    """Return `always` of the largest observation; its values are NaN if any is NaN or None."""
     numbers = [*map(number, values)]
     return always(math.nan if any(map(math.isnan, numbers)) else max(numbers), len(numbers))
 
 
 def number(value: float | None) -> float:
-    """Return the value; NaN for None, which stands for it in records."""
+    """Return a number of a record as a float: records hold None in place of NaN."""
     return math.nan if value is None else value
 
 
 def magnitude(deviation: float, half: float, n: int, over: str, allowed: float) -> Interval:
-    """Return the interval of |deviation|, of half width `half`; the lower limit less `allowed`."""
+    """Return the interval of |deviation|, given the half width of the deviation's own interval.
+
+    The lower limit is reduced by `allowed`, a deviation that counts as none, and is at least 0.
+    `n`, `over`: see `Interval`.
+    """
     size = abs(deviation)
     return Interval(size, max(0.0, size - half - allowed), size + half, n, over)
 

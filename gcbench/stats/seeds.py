@@ -42,8 +42,9 @@ MOST_EXAMPLES = 1_000_000
 def examples(runs: Sequence[Run]) -> list[float]:
     """Return the size of each run's test set; NaN if unknown.
 
-    This is `test_examples` of the summaries; without it, the smallest common denominator of the
-    accuracies on the same test set: at least 360 for 347/360 and 0.9.
+    This is `test_examples` of the summaries, or `holdout` of a trial. Without it, it is the
+    smallest common denominator of the accuracies on the same test set: at least 360 for 347/360
+    and 0.9.
     """
     splits = list(map(_split, runs))
     sizes: dict[str, float] = {}

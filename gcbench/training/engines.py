@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,7 @@ def _store(member: Rank, timeout: timedelta) -> Store:
 
 
 def _require_agent(member: Rank) -> None:
-    """Raise PeerLostError if torchrun's agent has ended: torch would try until the timeout."""
+    """Raise PeerLostError now if torchrun's agent has ended; torch would wait for the timeout."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -246,9 +246,11 @@ def _be_worker(member: Rank, config: Config, run: Run, options: Options) -> None
 
 def _options_to_json(options: Options) -> dict[str, Any]:
     look, data = options.on_bucket, options.data_dir
-    return asdict(options) | {
+    name = None if look is None else launch.name_of(look)
+    # `asdict` would copy the object of a bound method.
+    return asdict(replace(options, on_bucket=None)) | {
         "data_dir": None if data is None else str(data),
-        "on_bucket": None if look is None else launch.name_of(look),
+        "on_bucket": name,
     }
 
 

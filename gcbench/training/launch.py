@@ -313,7 +313,10 @@ class _LocalJob:
 
 @contextmanager
 def _stop_requests(events: SimpleQueue[int | None]) -> Iterator[None]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into events, in the main thread; nohup stays in effect."""
+    """Turn Ctrl-C, SIGTERM and SIGHUP into events; an ignored signal (nohup) stays ignored.
+
+    Outside the main thread, where Python allows no handlers, this does nothing.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -85,7 +85,10 @@ class Runner:
         self.work(each(configs), len(configs), json=json)
 
     def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
-        """Return the rows of runs to skip, with their files, by config hash; the first counts."""
+        """Return the rows of runs to skip, with their files, by config hash.
+
+        If several rows have the same config, the first one counts.
+        """
         stored: dict[str, tuple[rows.StoredRun, Path]] = {}
         for path in () if self.force else self.rows_files:
             for one in rows.read(path):

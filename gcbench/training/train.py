@@ -67,8 +67,8 @@ MODERATE = 2.0**100
 """Sums of gradients below this do not overflow for any number of workers."""
 CHECK_EVERY = 50
 """Steps between comparisons of the replicas of several processes."""
-MISFITS = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Errors of restoring a checkpoint of another run."""
+MISFITS = (AttributeError, LookupError, TypeError, ValueError, RuntimeError, UsageError)
+"""Errors that a checkpoint of another run, or a damaged one, causes when it is restored."""
 
 
 @dataclass
@@ -367,7 +367,10 @@ class Trainer:
     # -- faults ------------------------------------------------------------------------------------
 
     def _all_finite(self, buckets: list[Tensor], what: str = "gradient") -> bool:
-        """Return whether all buckets are finite, with on_nonfinite=skip those of all workers."""
+        """Return whether the local buckets are finite, with on_nonfinite=skip all workers'.
+
+        With on_nonfinite=stop, a bucket that is not finite raises DivergedError.
+        """
         bad = [not all_finite(bucket) for bucket in buckets]
         if self.config.on_nonfinite == "skip":
             flags = [torch.tensor([float(b)], device=self.device) for b in bad]
@@ -386,7 +389,10 @@ class Trainer:
     def _check_mean(
         self, mean: Tensor, buckets: Sequence[Tensor], which: slice = slice(None)
     ) -> None:
-        """Raise DivergedError if the mean of finite, moderate gradients is not finite."""
+        """Raise DivergedError if the mean of finite gradients of moderate size is not finite.
+
+        `which`: the range of their parameters.
+        """
         if all_finite(mean):
             return
         if any(float(bucket.abs().amax()) > MODERATE for bucket in buckets):
@@ -401,7 +407,7 @@ class Trainer:
         )
 
     def _check_replicas(self, digest: Callable[[], str]) -> None:
-        """Compare a digest of the parameters of all processes; GcbenchError names the minority."""
+        """Raise GcbenchError, which names the minority, if the processes' digests differ."""
         digests = self.world.collect([digest()] * len(self.world.ranks))
         if len(set(digests)) > 1:
             most = max(digests, key=digests.count)  # a tie goes to the lowest rank
@@ -534,7 +540,10 @@ class Trainer:
         return results
 
     def _evaluate_split(self, split: Split, name: str) -> dict[str, float | None]:
-        """Return the split's accuracy (None if the task has none), loss and further metrics."""
+        """Return accuracy (None if the task has none), loss and the task's metrics on a split.
+
+        The model has the common parameters, or their moving average if there is one.
+        """
         model = copy.deepcopy(self.replicas[0]).eval()
         if self.average.values or self.local:
             values = self.average.values or [parameter.detach() for parameter in self.parameters]
@@ -699,7 +708,7 @@ class Trainer:
             return
         try:
             self._restore(state)
-        except (*MISFITS, UsageError) as error:
+        except MISFITS as error:
             reason = (str(error).splitlines() or [""])[0]
             raise GcbenchError(
                 f"{self.run.folder}/checkpoint.pt does not match this run "

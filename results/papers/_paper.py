@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
-import torch
 import typer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -27,20 +26,16 @@ from gcbench.core import codec, purposes
 from gcbench.core.compressor import Compressor, Context, Key
 from gcbench.core.errors import GcbenchError
 from gcbench.core.progress import Observer
-from gcbench.core.world import Link, SimulatedWorld
 from gcbench.profile import histogram
 from gcbench.profile.histogram.reconstruction import Gradients
 from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value, shown
-from gcbench.training import captures, configuration
-from gcbench.training.configuration import Config
-from gcbench.training.store import Run
-from gcbench.training.train import Options, Trainer
+from gcbench.training import captures
 
 
 def _distinct(seeds: list[int]) -> list[int]:
     if len({*seeds}) < len(seeds):
-        raise ValueError(f"{seeds}: repeat no seed")
+        raise ValueError(f"{seeds} repeats a seed; give each once")
     return seeds
 
 
@@ -127,19 +122,6 @@ def measured(
         rows += [{"seed": one.seed, "step": one.step, **row} for row in measure(gradients)]
     observer.step(1, "done")
     return rows
-
-
-@contextmanager
-def trainer(config: Config, folder: Path, data_dir: Path | None) -> Iterator[Trainer]:
-    """Yield the trainer of simulated workers; it needs a folder, but nothing is saved there."""
-    threads = configuration.threads_per_worker(config)
-    parallel = min(config.workers, max(1, configuration.cores() // threads))
-    link = Link(config.link_gbit, config.link_latency_us)
-    world = SimulatedWorld(config.workers, torch.device("cpu"), link, threads, parallel)
-    try:
-        yield Trainer(config, world, Run(folder), Options(data_dir=data_dir))
-    finally:
-        world.close()
 
 
 def coded(method: Compressor, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor, int]]:

@@ -28,11 +28,11 @@ from _paper import (
     result,
     table,
     title,
-    trainer,
     values,
 )
 from pydantic import Field
 
+from gcbench.checks.bounds.training import trainer_of
 from gcbench.core.errors import DivergedError, UsageError
 from gcbench.core.progress import Observer
 from gcbench.report import figures, verdicts
@@ -129,7 +129,7 @@ def run(
 
 def train(config: Config, folder: Path, data_dir: Path | None) -> Row:
     """Return the test accuracy after one training, 0 to 1; that of chance if it diverges."""
-    with trainer(config, folder, data_dir) as training:
+    with trainer_of(config, folder, data_dir) as training:
         try:
             for _ in range(config.steps):
                 training.train_step()

@@ -32,12 +32,12 @@ from _paper import (
     result,
     table,
     title,
-    trainer,
     values,
 )
 from pydantic import Field
 
 from gcbench.checks.bounds.observe import Plan, Watch, Welford, density
+from gcbench.checks.bounds.training import trainer_of
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
@@ -156,7 +156,7 @@ def _train(
     plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, wanted=bool)
     watch = Watch(plan)
     rows: list[Row] = []
-    with trainer(config, folder, data_dir) as training:
+    with trainer_of(config, folder, data_dir) as training:
         watch.start(training)
         for step in range(looked_at[-1] + 1):
             report(step)

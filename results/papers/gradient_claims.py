@@ -97,7 +97,11 @@ def run(
 def _coded(
     method: Compressor, gradients: Gradients
 ) -> Iterator[tuple[Tensor, Context, int, Tensor]]:
-    """Yield each worker's gradient, its context, the bytes of its payload, and its decoding."""
+    """Yield each worker's gradient, its context, the bytes of its payload, and its decoding.
+
+    Gradient and decoding: float32, (n,). All workers share one statistic, as in training; in
+    `_paper.coded` each worker has its own.
+    """
     segments = gradients.segments(method)
     key = Key(gradients.seed, gradients.step, 0, 0, purposes.ENCODE)
     shared, _ = codec.agree(method, gradients.buckets, Context(segments, key=key))

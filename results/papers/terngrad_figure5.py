@@ -188,7 +188,7 @@ def fit(cluster: str) -> Fit:
         for gpus, rate in zip(GPUS, PUBLISHED[cluster, name]["fp32"], strict=True)
         if gpus <= NODE
     }
-    start = [inside.get((name, NODE), 1.0) for _, name in keys]
+    start = [inside[name, NODE] if kind == "T" else 1.0 for kind, name in keys]
     errors = [spent * loose for _, _, spent, loose in bars]
     exact = dict.fromkeys(("ftol", "xtol", "gtol"), 1e-15)
     values, covariance = optimize.curve_fit(model, None, seconds, start, errors, **exact)

@@ -26,7 +26,7 @@ ROUNDS = 100
 """At most; and at least `FEWEST`, but one where a call alone takes longer than a row may."""
 FEWEST = 5
 SHORT = 1e-4
-"""Seconds of a call below which what lies around its C functions is timed, too."""
+"""Seconds of a call below which what lies around its C++ functions is timed, too."""
 FLUSHED = 8 * 2**26
 """Bytes that are written between two calls on a GPU: they push all else out of its L2."""
 
@@ -159,7 +159,7 @@ def _served(backend: str) -> Iterator[None]:
 
 @contextmanager
 def _clocked() -> Iterator[list[float]]:
-    """Yield a list of the seconds that each call of a C function takes meanwhile."""
+    """Yield a list of the seconds that each call of a C++ function takes meanwhile."""
     inside: list[float] = []
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,9 +182,9 @@ def _clocked() -> Iterator[list[float]]:
 
 
 def _around(call: Callable[[], Any], copy: Callable[[], None]) -> float:
-    """Return the median of the seconds that a call spends outside of C functions.
+    """Return the median of the seconds that a call spends outside of C++ functions.
 
-    The clock's share of a C function that does nothing is subtracted.
+    The clock's share of a C++ function that does nothing is subtracted.
     """
     with _clocked() as inside:
 

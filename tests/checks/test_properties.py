@@ -69,7 +69,7 @@ class Unbiased(Claims):
 
 
 def derived(prefix, fault, *bases):
-    """Return one class per right method that has the fault of a class."""
+    """Return one wrong class per base: the base with the fault of the mixin `fault`."""
     return [type(f"{prefix}{base.__name__}", (fault, base), {}) for base in bases]
 
 
@@ -275,23 +275,25 @@ class Stepless(Levels):
 
 
 def redrawn(name, key_of):
-    """Return a class that draws at another key."""
+    """Return a `Levels` that draws at `key_of(key)` in place of `key`."""
     draws = {"draws": lambda self, key, n: Levels.draws(self, key_of(key), n)}
     return type(name, (Levels,), draws)
 
 
 REDRAWN = [
+    # Draws repeat after 64 steps, or after 4 workers.
     redrawn("FewSteps", lambda key: key._replace(step=key.step % 64)),
     redrawn("FewRanks", lambda key: key._replace(rank=key.rank % 4)),
+    # A worker uses the draws that its neighbor used in the previous step.
     redrawn("AddedRanks", lambda key: key._replace(step=key.step + key.rank, rank=0)),
+    # An owner reuses its draws as a worker.
     redrawn("OnePurpose", lambda key: key._replace(stream=0)),
+    # Seeds, or offsets, are truncated to 32 bits.
     redrawn("SeedBits", lambda key: key._replace(seed=key.seed % 2**32)),
     redrawn("OffsetBits", lambda key: key._replace(offset=key.offset % 2**32)),
+    # 1000 times the rank is added to the seed.
     redrawn("AddedSeeds", lambda key: key._replace(seed=key.seed + 1000 * key.rank, rank=0)),
 ]
-"""Draws repeat after 64 steps or 4 workers; a worker uses the draws that its neighbor used in the
-previous step; an owner reuses its draws as a worker; seeds or offsets are truncated to 32 bits;
-1000 times the rank is added to the seed."""
 
 
 class Offsetless(Levels):
@@ -1220,9 +1222,10 @@ def test_a_payload_that_fits_two_tensors_is_not_refused():
 def test_a_method_by_its_definition_has_the_mean_of_the_contract():
     """The default mean is right for a method that overrides it wrongly, as `bandwidth` needs."""
     xs = [inputs.normal(1000, rank) for rank in range(3)]
-    wrong = exchanges.exchanged_mean(FORGETFUL[0](), "allgather", xs, [(1000,)])
+    (forgetful,) = derived("Forgetful", ForgetsTheLast, NONE)
+    wrong = exchanges.exchanged_mean(forgetful(), "allgather", xs, [(1000,)])
     right = exchanges.exchanged_mean(
-        exchanges.with_default_mean(FORGETFUL[0]()), "allgather", xs, [(1000,)]
+        exchanges.with_default_mean(forgetful()), "allgather", xs, [(1000,)]
     )
     expected = torch.stack(xs).sum(0) / 3
     torch.testing.assert_close(right, expected)

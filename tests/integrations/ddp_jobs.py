@@ -211,7 +211,7 @@ def resuming(one: Compressor) -> str:
 
 
 def traits(one: Compressor) -> tuple[object, ...]:
-    """Return that by which a method's exchange differs from those of others: its kind."""
+    """Return the properties of a method that change how it is exchanged."""
     segments = Segments.of([(64,)])
     return (
         isinstance(one, MultiRoundCompressor),
@@ -717,8 +717,9 @@ def corrected(rank: int, size: int) -> dict[str, Any]:
         if name == "state":
             hook.load_state_dict(changed(before.state_dict(), rank=size))
         wrong = wrapped(model())
+        refused_one = torch.optim.SGD(wrong.parameters(), lr=0.1)
         words = {
-            "optimizer": torch.optim.SGD(wrong.parameters(), lr=0.1),
+            "optimizer": refused_one,
             "scaler": torch.amp.GradScaler("cpu", init_scale=1.0),
         }
         if name == "all" or (name == "one" and rank == 1):
@@ -734,7 +735,7 @@ def corrected(rank: int, size: int) -> dict[str, Any]:
             train(ddp, optimizer, range(STEPS), rank)
         result[name] |= {
             "equal": torch.equal(flat(ddp), first),
-            "followed": hook._rates.optimizers == (optimizer,),
+            "observers": [len(o._optimizer_step_post_hooks) for o in (refused_one, optimizer)],
         }
         hook.close()
     return result

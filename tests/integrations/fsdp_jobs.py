@@ -642,7 +642,7 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     result["half again"] = refused(lambda: odd.register(half_of, optimizer=optimizer))
     net = sharded()
     result["corrected"] = refused(lambda: odd.register(net, optimizer=sgd(net)))
-    result["corrected"]["forgotten"] = optimizer not in odd._rates.optimizers
+    result["corrected"]["observers"] = len(optimizer._optimizer_step_post_hooks)
     result["state of another rank"] = refused(lambda: loaded(rank=size))
     result["state of other settings"] = refused(lambda: loaded(seed=3))
     result["state of another format"] = refused(lambda: loaded(format=99))

@@ -190,7 +190,7 @@ def test_a_hook_is_registered_after_a_refusal(case):
     for result in of("corrected"):
         assert result[f"{case}, refused"]["kind"] == "UsageError"
         assert result[case]["text"] == ""
-        assert result[case]["followed"]
+        assert result[case]["observers"] == [0, 1]
         assert result[case]["equal"]
 
 

@@ -83,6 +83,21 @@ def test_a_step_of_one_of_several_optimizers_records_only_its_rates(level):
     assert residual.tolist() == [2.0] * 4 + [4.0] * 4
 
 
+def test_a_rate_that_a_step_hook_sets_counts_from_the_next_step(level):
+    """The rate that a step applied is read before such hooks, which follow the hook's own."""
+    parameters = {name: nn.Parameter(torch.ones(4)) for name in "ab"}
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    rates = Rates(optimizer, None)
+    hook = OneLevel(level, rates)
+    hook._follow_steps(parameters)
+    optimizer.register_step_post_hook(lambda one, *_: one.param_groups[0].update(lr=0.5))
+    level.begin(0, rates)
+    level.exchange.workers[0][0]["residual"].fill_(1.0)
+    optimizer.step()
+    level.begin(1, rates)
+    assert level.exchange.workers[0][0]["residual"].tolist() == [2.0] * 8
+
+
 @pytest.fixture
 def followed(level):
     """A hook that follows the optimizer of "a" alone, and the parameters."""

@@ -1,4 +1,4 @@
-"""Random numbers: `draws24` and `random_words`."""
+"""Random numbers: `draws24`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ def keys() -> Iterator[Key]:
     for offset in OFFSETS:
         yield Key(7, 11, 3, offset, 2)
     yield Key(-1, 0, 2**24 - 1, 5, 255)
-    # a block of `random_words` has 4 elements: the number of the last one here passes 2^32
-    yield Key(2**32, 2**32 - 1, 0, 2**34 - 9)
 
 
 def cases(n: int) -> Iterator[Call]:
     for key in keys():
         yield Call("random.draws24", str(key), (key, n), {"device": "cpu"})
-        yield Call("selection.random_words", str(key), (key, n), {"device": "cpu"})
     for key in CORRELATED:
         yield Call("random.draws24", str(key), (key, n), {"device": "cpu"})

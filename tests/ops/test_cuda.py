@@ -274,7 +274,7 @@ torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0x7
 from gcbench.core.compressor import Key, Segments
 from gcbench.ops.cuda import launch
 device = launch.launcher(torch.device("cuda", 0))
-device.warm(["random"])
+device.warm(["random", "statistics"])
 args = (None, launch.i64(-5), launch.i64(2**40), launch.KeyArgument.of(Key(-1, 2, 3, 2**37)))
 device.launch("random", "draws24", (3, 2), 256, args, shared=5)
 for words, shared in (("draws24", 1, 256, args), 77), (("other", 1, 256, args), 0), (
@@ -314,6 +314,11 @@ def test_what_the_driver_is_asked(tmp_path):
         "load ELF",
         "kernel draws24 of 0x10",
         "function of 0x27",
+        "load ELF",
+        "kernel segment_statistics of 0x10",
+        "function of 0x32",
+        "kernel tile_statistics of 0x10",
+        "function of 0x2f",
         f"launch 0x127 grid 3 2 1 block 256 1 1 shared 5 stream 0x77: {arguments}",
         f"launch 0x127 grid 1 1 1 block 256 1 1 shared 77 stream 0x77: {arguments}",
         "random.cu: draws24 cannot be launched on cuda:0: CUDA_ERROR_INVALID_VALUE",

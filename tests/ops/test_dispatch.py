@@ -1,4 +1,4 @@
-"""Operations: checks before a kernel runs, arguments of C functions, and error flags."""
+"""Operations: checks before a kernel runs, arguments of C++ functions, and error flags."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def function(name: str) -> native.Function:
     return native.library.functions[name]
 
 
-# ---- rows and C functions ------------------------------------------------------------------------
+# ---- rows and C++ functions ----------------------------------------------------------------------
 
 
 @needs_native

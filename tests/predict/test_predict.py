@@ -1143,7 +1143,7 @@ def test_the_error_band_is_the_largest_error_at_the_nearest_rate() -> None:
             if (one.transport, one.gbit, one.fitted) == (name, nearest, False)
             and not one.compressed and one.total >= 2**20
         ]  # fmt: skip
-        error, source = validation.band(transport_name, gbit)
+        error, source = validation.bands_over(transport_name, gbit)
         assert error == pytest.approx(max(0.05, *errors))
         assert source.startswith(f"{len(errors)} tests over {name}")
 

@@ -139,10 +139,10 @@ def make(**values: Any) -> Settings:
     if not any(settings.wanted(claim.name) for claim in (*fixed, *of_methods)):
         names = [claim.name for claim in fixed] + [claim.of("METHOD").name for claim in _GENERIC]
         raise unknown("claim", settings.claims, names, "A pattern may have *, e.g. 'sign*'.")
-    if not settings.quadratic_only:
-        settings.config(settings.seeds[0])
     if len(set(settings.seeds)) < len(settings.seeds) or not settings.seeds:
         raise UsageError(f"seeds {settings.seeds}: different numbers expected, e.g. --seed 0,1,2")
+    if not settings.quadratic_only:
+        settings.config(settings.seeds[0])
     return settings.model_copy(update={"sources": methods.sources(chosen)})
 
 
@@ -162,6 +162,8 @@ def run(
     force: bool = False,
 ) -> Analysis:
     """Test all claims that match; what an interrupted attempt has finished is not done again.
+
+    `settings`: from `make`, which checks them.
 
     Raises:
         GcbenchError: a gradient is not finite, data are missing, the folder cannot be written.

@@ -49,12 +49,12 @@ def once(method: Compressor) -> str:
 
 
 def again(method: Compressor) -> bool:
-    """Return whether what arrives was always encoded twice, which no declared error is about."""
+    """Return whether even that collective encodes the mean again; no declared error covers this."""
     return reencodes(method, once(method))
 
 
 def lane_of(method: Compressor, segments: Segments, carried: memory.Memory | None = None) -> Lane:
-    """Return a lane for a method, by the collective of `once`."""
+    """Return a lane that exchanges by the collective of `once`; `carried`: default no memory."""
     return Lane(method, once(method), 0, segments, carried or memory.Memory())
 
 
@@ -68,14 +68,14 @@ class Audit:
         self.decay: float | None = carried.decay if residual else None  # type: ignore[attr-defined]
         comparable = self.decay is not None or not carried.carries
         # Encoding means or partial sums again adds an error that no declaration is about.
-        once = comparable and not reencodes(method, lane.collective)
+        single = comparable and not reencodes(method, lane.collective)
         mean = method.claims.aggregate == "mean"
-        self.unbiased = once and mean and method.claims.unbiased and not carried.carries
-        self.contractive = once and method.claims.contractive and (mean or self.decay is not None)
-        self.identity = once and mean and self.decay is not None
+        self.unbiased = single and mean and method.claims.unbiased and not carried.carries
+        self.contractive = single and method.claims.contractive and (mean or self.decay is not None)
+        self.identity = single and mean and self.decay is not None
         self.signs = comparable and method.claims.signs and self.decay is None
         # What a worker sent is what it was offered less its residual.
-        self.applied = once and method.claims.aggregate == "other" and self.decay is not None
+        self.applied = single and method.claims.aggregate == "other" and self.decay is not None
         self.fault = ""
         self.random: bool | None = None
         self.steps = 0

@@ -193,7 +193,7 @@ class Unit(NamedTuple):
     """The method."""
     place: str
     claims: tuple[Claim, ...]
-    """The claims about every method that it judges."""
+    """The claims that it judges, not yet named after the method; see `Claim.of`."""
     judge: Callable[[MethodVerdicts], None]
 
 

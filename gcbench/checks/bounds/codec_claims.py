@@ -208,7 +208,7 @@ def _moments(record: Record, add: Callable[..., None], *, alone: bool) -> None:
     bias, spread, steps = record["bias"], record["spread"], record["steps"]
     deviations = []
     for k in range(DIRECTIONS):
-        mean, scale = number(bias["sum"][k]), number(bias["scale"][k])
+        total, scale = number(bias["sum"][k]), number(bias["scale"][k])
         if not scale:
             continue
         if record["levels"]:
@@ -216,8 +216,8 @@ def _moments(record: Record, add: Callable[..., None], *, alone: bool) -> None:
             half = bernstein(*variance_and_largest, ERROR / DIRECTIONS)
         else:
             seen = interval([*map(number, bias["each"][k])], "steps", 1 - ERROR / DIRECTIONS)
-            mean, half = seen.mean * steps, (seen.high - seen.mean) * steps
-        deviations.append(magnitude(mean / scale, half / scale, steps, "steps", ROUNDING))
+            total, half = seen.mean * steps, (seen.high - seen.mean) * steps
+        deviations.append(magnitude(total / scale, half / scale, steps, "steps", ROUNDING))
     if deviations:
         largest = max(deviations, key=_excess)
         why = f"{largest.high - largest.mean:.2%} would be seen"

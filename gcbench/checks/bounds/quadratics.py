@@ -171,6 +171,7 @@ def declares_variance(method: Compressor) -> bool:
 
 
 def _variance(method: Compressor, x: Tensor, segments: Segments, seed: int) -> Tensor | None:
+    """Return the variance declared for a single worker's x at step 0; None if undeclared."""
     shared = calls.agree(method, [x], segments, Key(seed, 0, 0))
     return method.claims.variance(x, Context(segments, shared))
 
@@ -409,7 +410,10 @@ FEEDBACK_CONDITION, FEEDBACK_NOISE = 1.5, 0.3
 
 
 def feedback_plan(delta: float) -> tuple[float, int]:
-    """Return step size and number of steps; error feedback must not dominate the bound."""
+    """Return the learning rate and the number of steps.
+
+    The rate is so small that the error-feedback term does not dominate the bound.
+    """
     lr = min(0.08, 0.08 * delta / math.sqrt(max(1e-6, 1 - delta)))
     return lr, math.ceil(4 / lr)
 

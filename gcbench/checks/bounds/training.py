@@ -51,7 +51,10 @@ def trainer_of(
     data_dir: Path | None,
     on_bucket: Callable[[int, int, Tensor], None] | None = None,
 ) -> Iterator[Trainer]:
-    """Make a trainer of simulated workers; it needs a folder, but nothing is saved there."""
+    """Yield a trainer of simulated workers on the CPU; its world is closed at the end.
+
+    `folder`: the trainer requires one, but nothing is saved there. `on_bucket`: see `Options`.
+    """
     threads = configuration.threads_per_worker(config)
     parallel = min(config.workers, max(1, configuration.cores() // threads))
     link = Link(config.link_gbit, config.link_latency_us)

@@ -64,9 +64,9 @@ class Payloads(Structure):
 
 
 class SegmentSummands(Structure):
-    """The kernels' `SegmentSummands`: payloads of one launch of a mean; their number.
+    """The kernels' `SegmentSummands`: the payloads of one launch of a mean.
 
-    Per payload its codes, one or two values per segment, and the number of its workers.
+    Each payload has codes, one or two values per segment, and a number of workers.
     """
 
     _fields_ = (
@@ -86,7 +86,8 @@ def segment_summands(
 ) -> list[tuple[SegmentSummands, f32]]:
     """Return the payloads and the divisor of each launch of a mean.
 
-    The last launch divides by the number of all workers, the others by 1.
+    `low`: the second value per segment, or None. The last launch divides by the number of all
+    workers, the others by 1.
     """
     launches = []
     for start in range(0, len(codes), MOST_PAYLOADS):

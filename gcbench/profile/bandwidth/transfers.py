@@ -162,7 +162,7 @@ def _sharded(
     world: World,
     count: int,
 ) -> Probe:
-    """Cut a tensor into equal shards, one per worker.
+    """Return the probe of a collective on a tensor cut into equal shards, one per worker.
 
     `sends`, `receives`: whether a worker sends and receives all shards, or only its own.
     """

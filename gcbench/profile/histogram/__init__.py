@@ -166,7 +166,7 @@ def apply(
     sent = {"bits_up": decoded.bits_up, "bits_down": decoded.bits_down}
 
     def bits(members: Tensor) -> float | None:
-        """Return the bits per element that a payload saves without these layers."""
+        """Return the bits per element that these layers add to a payload; None if unknown."""
         saved = reconstruction.marginal_bits(method, gradients.layers, members.tolist())
         n = int(gradients.lengths[members].sum())
         return saved / n if saved is not None and n >= TILE else None
@@ -275,6 +275,7 @@ def measure(
         layers=layers,
     )
     folder = results / f"{KIND}-{measuring.digest(settings.model_dump())}"
+    made = measuring.provenance()
     rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins")}
     watch = progress.observer(shown, KIND, len(loaded) * (len(all_of) + 1))
     with Ledger(folder).open(afresh=force) as ledger:
@@ -295,7 +296,7 @@ def measure(
             watch.close()
         shown_tables, answer = tables.of(rows, settings.model_dump())
         result = Analysis.of(KIND, settings, command, tables=shown_tables, answer=answer)
-        result.provenance["started"] = ledger.started
+        result.provenance = {**made, "started": ledger.started}
     return result
 
 

@@ -462,7 +462,10 @@ class Suite(BaseModel):
 
 
 def _tuned(group: Sequence[Point]) -> Generator[Config, Mapping[str, Any], dict[str, float]]:
-    """Yield the trials of a group, receive their summaries; return the rates, by identity."""
+    """Yield the trials of a group and receive their summaries.
+
+    Return the rates of the points to run (the best, and those as published), by identity.
+    """
     rules = [point.tune for point in group if point.tune is not None]
     assert len(rules) == len(group) > 0, "the points of a group are tuned"
     tried: list[dict[Trial, float]] = [{} for _ in group]
