@@ -288,8 +288,8 @@ def _notes(settings: Settings, prepared: Prepared) -> Iterator[str]:
     )
     yield (
         "accuracy: difference from `none`, paired by seed, with its 95 % interval; the worst row "
-        "of a task that reads what the model reads. other inputs: the worst row of other tasks, which "
-        "only warns. allgather alone, twoshot alone: measured by that collective only; the "
+        "of a task that reads what the model reads. other inputs: the worst row of other tasks, "
+        "which only warns. allgather alone, twoshot alone: measured by that collective only; the "
         "recommended one computes a different mean (two-shot re-encodes it)."
     )
     yield from (f"Refused: {reason}." for reason in prepared.refused.values())
