@@ -394,7 +394,7 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _typed(what: str, cls: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values to their fields' types, strictly: 2 becomes 2.0, but "no" is no bool."""
+    """Convert values to their fields' types, strictly: 2 becomes 2.0; "no" is refused as a bool."""
     from pydantic import ValidationError
     from pydantic.errors import PydanticUserError
 

@@ -275,7 +275,7 @@ def measure(
         layers=layers,
     )
     folder = results / f"{KIND}-{measuring.digest(settings.model_dump())}"
-    made = measuring.provenance()
+    provenance = measuring.provenance()
     rows: dict[str, list[Row]] = {name: [] for name in ("steps", "layers", "bins")}
     watch = progress.observer(shown, KIND, len(loaded) * (len(all_of) + 1))
     with Ledger(folder).open(afresh=force) as ledger:
@@ -296,7 +296,7 @@ def measure(
             watch.close()
         shown_tables, answer = tables.of(rows, settings.model_dump())
         result = Analysis.of(KIND, settings, command, tables=shown_tables, answer=answer)
-        result.provenance = {**made, "started": ledger.started}
+        result.provenance = {**provenance, "started": ledger.started}
     return result
 
 
