@@ -45,6 +45,7 @@ def _run(command: list[str]) -> str:
         raise BuildError(f"{command[0]} does not run: {error}") from None
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    sys.stderr.write(done.stderr)
     return done.stdout
 
 

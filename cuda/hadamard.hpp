@@ -73,8 +73,10 @@ inline int64_t levels(float* x, int64_t h, int64_t d) {
   return h;
 }
 
-// What a transform reads: `vector(i)` is elements i ... i + WIDTH - 1, `one(i)` element i, `from(i)` all from i on.
+// What a transform reads: `vector(i)` is elements i ... i + WIDTH - 1, `one(i)` element i, `from(i)` all from i on; there
+// are at most MOST elements.
 struct Plain {
+  static constexpr int64_t MOST = INT64_MAX;
   const float* x;
 
   VecF vector(int64_t i) const { return load_vector<VecF>(x + i); }
@@ -84,6 +86,7 @@ struct Plain {
 
 // The same, with the signs that bit 31 - `shift` of each draw has.
 struct Flipped {
+  static constexpr int64_t MOST = TILE;
   const float* x;
   const uint32_t* draws;
   int shift;
@@ -114,6 +117,7 @@ inline void first_levels(X x, int64_t d, float factor, float* out) {
 template <class X>
 inline void transform(X x, int64_t d, float factor, float* out) {
   constexpr int R = 8;  // vectors that fit the registers
+  if (d > X::MOST) __builtin_unreachable();
   if (d > LEAF) {
     transform(x, d / 2, factor, out);
     transform(x.from(d / 2), d / 2, factor, out + d / 2);

@@ -239,6 +239,6 @@ int64_t gc_omega_sparse_read(const uint32_t* words, int64_t count, int64_t n, in
   }
   const int64_t found = check_end(stream, place, info);
   if (found) return found;
-  return records && index >= n ? fault(INDEX, index, info) : FINE;
+  return records && index >= n ? fault(INDEX, index, info) : (int64_t)FINE;
 }
 GC_CALLED(gc_omega_sparse_read)

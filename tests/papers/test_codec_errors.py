@@ -1,10 +1,8 @@
-"""papers/codecs.py: errors by hand, means of equal gradients, the front of bits and errors."""
+"""papers/codec_errors.py: errors by hand, means of equal gradients, the front of bits and error."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import codec_errors as study
 import pytest
 import torch
 
@@ -12,18 +10,8 @@ import gcbench
 from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import UsageError
 
-PATH = Path(__file__).parents[2] / "results/papers/codecs.py"
 
-
-@pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("papers_codecs", PATH)  # codecs: in the library
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_error_by_hand(study):
+def test_the_error_by_hand():
     x = torch.tensor([3.0, 4.0])
     assert study.error(torch.tensor([3.0, 2.0]), x) == pytest.approx(4 / 25)
     assert study.error(torch.zeros(2), x) == 1
@@ -31,7 +19,7 @@ def test_the_error_by_hand(study):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("qsgd", 1 / 16), ("bf16", 1.0)])
-def test_errors_of_equal_gradients(study, name, expected):
+def test_errors_of_equal_gradients(name, expected):
     """Independent unbiased errors average out over 16 workers; equal ones do not."""
     method = gcbench.get_compressor(name)
     x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
@@ -40,7 +28,7 @@ def test_errors_of_equal_gradients(study, name, expected):
     assert mean / one == pytest.approx(expected, rel=0.05)
 
 
-def test_a_codec_that_another_beats_in_bits_and_error_is_not_on_the_front(study):
+def test_a_codec_that_another_beats_in_bits_and_error_is_not_on_the_front():
     rows = [
         {"method": "a", "bits": 8.0, "real": 0.01},
         {"method": "b", "bits": 8.1, "real": 0.02},
@@ -49,6 +37,6 @@ def test_a_codec_that_another_beats_in_bits_and_error_is_not_on_the_front(study)
     assert study.conclusion(rows).endswith(": a (8.00), c (4.00).")
 
 
-def test_methods_in_rounds_are_refused(study):
+def test_methods_in_rounds_are_refused():
     with pytest.raises(UsageError, match="powersgd"):
         study.Settings(method=["powersgd"]).chosen()

@@ -27,7 +27,7 @@ from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row
 from gcbench.training import methods
 
-KIND = "codecs"
+KIND = "codec-errors"
 N = 1 << 18
 WORKERS = (4, 16)
 
