@@ -1,5 +1,7 @@
 // bfloat16 with coded exponents on the CPU: `gcbench.ops.lossless`. Exponents that follow in full have an order, so one
 // thread does all. Bytes per element: encoding reads 2, or 4 of a float, and writes 11 / 8; decoding the other way.
+#include <algorithm>
+
 #include "blocks.hpp"
 #include "called.hpp"
 #include "half.hpp"
@@ -51,7 +53,7 @@ int64_t split(const T* values, int64_t n, const Segments& segments, uint8_t* fra
   GC_ALIGNED uint8_t codes[TILE];
   GC_ALIGNED uint8_t escapes[TILE];
   GC_ALIGNED uint16_t part[TILE];
-  memset(tops, 0, (size_t)segments.count);
+  std::fill_n(tops, segments.count, 0);
   for (int64_t start = 0; start < n; start += TILE) {
     const int count = (int)(n - start < TILE ? n - start : TILE);
     for_parts(segments, start, count, at, [&](int64_t s, int begin, int end) {
