@@ -790,7 +790,9 @@ def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]
     if not tiers:
         _check_setting(key, [row.runs[0] for row in rows])
     for row in rows:
-        value = (row.tier or "outside the tiers") if tiers else text(_settings(row.runs[0]).get(key))
+        value = (
+            (row.tier or "outside the tiers") if tiers else text(_settings(row.runs[0]).get(key))
+        )
         groups.setdefault(value, []).append(row)
     if tiers:
         most = {name: max(row.bits_up or 0.0 for row in group) for name, group in groups.items()}

@@ -1,9 +1,8 @@
-"""The picture of a suite with tiers: accuracy against bytes, with intervals and names."""
+"""The picture of a suite with tiers: accuracy against bits, with intervals and names."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,37 +25,19 @@ FADED = 0.35
 RING: dict[str, Any] = {"mec": "0.1", "mew": 1.6}
 """The edge of the marks that may be the best of their tier."""
 LEGEND_RING = "may be the best of its tier"
-LEGEND_LINE = "mean, by 1 / variance, of those that may be the best"
 LEGEND_FADED = "one of its tier is better with no more bytes"
 """Texts of the legend."""
-
-
-def leaders(rows: Sequence[ComparisonRow]) -> list[tuple[float, float]]:
-    """Return the mean of those rows of a tier that may be its best, at their fewest and most bytes.
-
-    Weights are 1 / variance. A point is (MB, metric); NaN where the rank of a row is unknown, or
-    where no row may be the best.
-    """
-    group = [row for row in rows if row.may_be_best]
-    if not group or any(row.rank in (None, "-") for row in rows):
-        return [(math.nan, math.nan)]
-    weighted = all(row.half_interval for row in group)
-    weights = [1 / row.half_interval**2 if weighted else 1.0 for row in group]
-    mean = statistics.fmean([row.mean or 0.0 for row in group], weights)
-    sizes = [row.payload for row in group]
-    return [(size, mean) for size in dict.fromkeys((min(sizes), max(sizes)))]
 
 
 def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     """Write the picture to `path`: PNG, SVG or PDF by its ending.
 
-    The x axis has the encoded bytes of a worker and step, up and down together; the y axis the
-    metric after the last step, mean over seeds with its 95 % interval, on a scale that is stretched
-    near the uncompressed runs (asinh), where most methods are. Each tier has a colour. The rows
-    that may be its best, by their ranks, have a dark edge; a line joins the means of these groups
-    (`leaders`) and has a gap where ranks are not known. Rows that another one of their tier with no
-    more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows without a
-    finished seed are named below. Of very many rows the best of each tier are drawn, see
+    The x axis has the encoded bits per element that a worker sends, by which tiers are made; the y
+    axis the metric after the last step, mean over seeds with its 95 % interval, on a scale that is
+    stretched near the uncompressed runs (asinh), where most methods are. Each tier has a colour.
+    The rows that may be its best, by their ranks, have a dark edge. Rows that another one of their
+    tier with no more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows
+    without a finished seed are named below. Of very many rows the best of each tier are drawn, see
     `tables.drawn`.
 
     Raises:
@@ -72,7 +53,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         raise UsageError("rows of several budgets cannot share a picture; choose with --where")
     accuracy = drawn[0].metric == "accuracy"
     scale = 100 if accuracy else 1
-    tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=lambda row: row.payload)))
+    tiers = list(dict.fromkeys(row.tier for row in sorted(drawn, key=_bits)))
     styles = figures.styles(map(str, tiers))
     dots = {name: {**style, "linestyle": ""} for name, style in styles.items()}
     with figures.canvas(11, 7.2) as figure:
@@ -87,17 +68,13 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
             dot = dots[str(row.tier)]
             edge = RING if row.may_be_best else {"mec": "white", "mew": 0.7}
             look = {**dot, **edge, "ms": 8, "alpha": FADED if row.beaten else 1.0}
-            x, y, spread = row.payload, scale * (row.mean or 0.0), scale * row.half_interval
+            x, y, spread = _bits(row), scale * (row.mean or 0.0), scale * row.half_interval
             axes.errorbar(x, y, spread, capsize=3, capthick=1, **look)
-            marks.append(Mark(x, y, spread, row.method, dot["color"], short=label))
-        levels = [leaders([row for row in drawn if row.tier == tier]) for tier in tiers]
-        line = [(size, scale * value) for level in levels for size, value in level]
+            marks.append(Mark(x, y, spread, label, dot["color"]))
         for tier in tiers:
             axes.plot([], [], **dots[str(tier)], label=sanitize.label(str(tier)))
         if any(row.may_be_best for row in drawn):
             axes.plot([], [], ls="", marker="o", ms=8, mfc="none", **RING, label=LEGEND_RING)
-        if not all(math.isnan(size) for size, _ in line):
-            axes.plot(*zip(*line, strict=True), color="0.4", lw=1.2, zorder=1, label=LEGEND_LINE)
         if any(row.beaten for row in drawn):
             axes.plot([], [], ls="", marker="o", ms=8, color="0.4", alpha=FADED, label=LEGEND_FADED)
         _frame(axes, drawn)
@@ -109,19 +86,25 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         )
         failed = tables.listed([sanitize.label(row.method) for row in rows if row.failed], 10)
         failures = f"\nfailed seeds: {failed}" if failed else ""
-        axes.set_xlabel(f"encoded bytes per worker and step, up + down (MB){failures}")
+        axes.set_xlabel(f"encoded bits per element that a worker sends (bits up){failures}")
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
-        figures.write_labels(axes, marks, line)
+        figures.write_labels(axes, marks)
         figures.save(figure, path)
 
 
+def _bits(row: ComparisonRow) -> float:
+    """Return the measured bits up of a row that has a tier, and so has bits."""
+    assert row.bits_up is not None
+    return row.bits_up
+
+
 def _frame(axes: Axes, drawn: Sequence[ComparisonRow]) -> None:
-    """Set the x axis: bytes on a logarithmic scale, with room for names on both sides."""
+    """Set the x axis: bits on a logarithmic scale, with room for names on both sides."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    sizes = [row.payload for row in drawn]
+    sizes = [_bits(row) for row in drawn]
     axes.set_xscale("log")
     axes.set_xlim(min(sizes) / 3, max(sizes) * 2.2)
     axes.xaxis.set_major_formatter("{x:g}")
