@@ -131,7 +131,8 @@ class ComparisonRow:
     "open" while trials of the rule are missing.
     """
     settings_open: bool = False
-    """Whether trials of the method's alternatives are missing, so that others may be chosen."""
+    """Whether another alternative of the method may count: trials, or runs of the chosen one, are
+    missing."""
 
     @property
     def payload(self) -> float:

@@ -170,18 +170,14 @@ def _spots() -> list[tuple[int, int]]:
     return sorted(((x, y) for x, y in product(across, along) if x or y), key=lambda at: hypot(*at))
 
 
-def write_labels(
-    axes: Axes, marks: Sequence[Mark], line: Sequence[tuple[float, float]] = ()
-) -> int:
+def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
     """Write a label near each mark and return how many labels overlap something.
 
-    Labels avoid marks, error bars, other labels and `line` (points in data coordinates, NaN for a
-    gap). A label that is nearer to another mark than to its own is joined to it by a line. Where
-    the text does not fit near its mark, the `short` text may replace it; where neither fits, the
-    place with fewest overlaps is taken.
+    Labels avoid marks, error bars and other labels. A label that is nearer to another mark than to
+    its own is joined to it by a line. Where the text does not fit near its mark, the `short` text
+    may replace it; where neither fits, the place with fewest overlaps is taken.
     """
     import numpy as np
-    from matplotlib.path import Path as Trace
     from matplotlib.transforms import Bbox
 
     figure: Any = axes.figure
@@ -195,7 +191,6 @@ def write_labels(
         box = Bbox([[left - around, low - around], [right + around, high + around]])
         taken.append((*box.min, *box.max))
     places = axes.transData.transform([(mark.x, mark.y) for mark in marks])
-    trace = Trace(axes.transData.transform(line)) if line else None
 
     def count(index: int, box: Any, joined: bool) -> int:
         """Return what the label of a mark would overlap in the box."""
@@ -203,7 +198,6 @@ def write_labels(
         others = np.array(taken)
         apart = (box.max < others[:, :2]) | (box.min > others[:, 2:])
         overlaps = int((~apart.any(axis=1)).sum())
-        overlaps += trace is not None and bool(trace.intersects_bbox(box, filled=False))
         return overlaps + bool(not joined and away[index] > away.min())
 
     collisions = 0

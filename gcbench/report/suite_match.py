@@ -34,7 +34,7 @@ class Beside:
     """The alternative that trials chose, by `Point.group` and steps of the runs, where decided."""
     best: frozenset[str]
     """The tuned runs that count, by `Run.method`: those of the alternative that trials chose, or of
-    all alternatives of a method while trials are missing."""
+    all alternatives of a method while its trials, or the runs of the chosen one, are missing."""
 
     def rows(self, rows: Sequence[ComparisonRow], *, every: bool = False) -> list[ComparisonRow]:
         """Return the best row found for each method, with what is published, and ranks among them.
@@ -62,11 +62,18 @@ class Beside:
                     published=point.published,
                     tier=None if bits is None else self.suite.tier(bits),
                     rate=self.rate(row),
-                    settings_open=point.tune is not None
-                    and (point.group, row.first.steps) not in self.choices,
+                    settings_open=self._is_open(row, point),
                 )
             )
         return ranked(result)
+
+    def _is_open(self, row: ComparisonRow, point: Point) -> bool:
+        """Return whether trials may still choose another alternative, or chose one without runs."""
+        if point.tune is None:
+            return False
+        choice = self.choices.get((point.group, row.first.steps))
+        counts = row.runs[0].method in self.best
+        return choice is None or (counts and choice.identity != point.identity)
 
     def rate(self, row: ComparisonRow) -> str | None:
         """Return how the learning rate of a row was chosen: see `ComparisonRow.rate`.

@@ -183,11 +183,13 @@ def _resolution_note(rows: Sequence[ComparisonRow]) -> str:
 
 
 def open_note(rows: Sequence[ComparisonRow]) -> str:
-    """Return a sentence about the methods whose trials are not complete; "" without any."""
+    """Return a sentence about the methods whose settings are open; "" without any."""
     names = sorted({row.first.compressor_name for row in rows if row.settings_open})
     if not names:
         return ""
-    return f"No ranks in tiers with open settings. Trials are missing for {listed(names)}."
+    return (
+        f"No ranks in tiers with open settings. Trials or chosen runs are missing: {listed(names)}."
+    )
 
 
 def _tier_notes(rows: Sequence[ComparisonRow]) -> list[str]:

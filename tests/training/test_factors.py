@@ -169,7 +169,8 @@ def test_a_tier_with_open_settings_has_no_ranks(suite_path: Path, tmp_path: Path
     words = ("compare", path, "--suite", suite_path)
     complete = invoke(*words, "--json").json
     assert {(row["rank"], row["settings_open"]) for row in complete} == {("1-2", False)}
-    assert "Trials are missing" not in invoke(*words).out
+    note = "No ranks in tiers with open settings. Trials or chosen runs are missing: topk."
+    assert note not in " ".join(invoke(*words).out.split())
     stored(
         suite,
         judge,
@@ -182,10 +183,26 @@ def test_a_tier_with_open_settings_has_no_ranks(suite_path: Path, tmp_path: Path
     assert {row["settings_open"] for row in rest if row["compressor_name"] == "topk"} == {True}
     assert {row["settings_open"] for row in rest if row["compressor_name"] == "none"} == {False}
     shown = invoke(*words)
-    note = "No ranks in tiers with open settings. Trials are missing for topk."
     assert note in " ".join(shown.out.split())
     assert " rank " not in shown.out.split("─")[0]
     assert note in " ".join(invoke(*words, "--details").out.split())
+
+
+def test_a_row_in_place_of_the_chosen_one_has_open_settings(
+    suite_path: Path, tmp_path: Path
+) -> None:
+    """Trials chose top-k without momentum, of which there is no run: that of .9 does not rank."""
+    suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
+    stored(
+        suite,
+        judged(0.1, momentum=0.2, model=-0.1),
+        path,
+        {"seed": [0, 1, 2, 3, 4]},
+        lambda config: not config.test or (config.compressor, config.momentum) != ("topk", 0.0),
+    )
+    rows = invoke("compare", path, "--suite", suite_path, "--json").json
+    by_name = {row["compressor_name"]: (row["rank"], row["settings_open"]) for row in rows}
+    assert by_name == {"none": ("-", False), "topk": ("-", True)}
 
 
 def test_the_default_table_shows_the_momentum_where_it_differs(monkeypatch) -> None:

@@ -740,14 +740,27 @@ def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
 
 
 def placed(results, sizes, tiers):
-    """Return rows of these bits, as many MB, and tiers, ranked within them."""
+    """Return rows of these bits, twice as many MB, and tiers, ranked within them."""
     sized = [
         compare.replace(
-            row, payload_bytes_step=1e6 * sizes[name], bits_up=sizes[name], tier=tiers[name]
+            row, payload_bytes_step=2e6 * sizes[name], bits_up=sizes[name], tier=tiers[name]
         )
         for name, row in results.items()
     ]
     return compare.ranked(sized)
+
+
+def test_rows_outside_the_tiers_come_last_under_a_heading_of_their_own(tmp_path):
+    rows = placed(
+        table(tmp_path, none=[0.7], topk=[0.6]),
+        {"none": 32.0, "topk": 30.0},
+        {"none": "many", "topk": None},
+    )
+    groups = compare.by(rows, "tier")
+    assert {name: [row.method for row in group] for name, group in groups.items()} == {
+        "many": ["none"],
+        "outside the tiers": ["topk"],
+    }
 
 
 def test_the_picture_of_tiers(tmp_path, monkeypatch):
