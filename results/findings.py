@@ -119,7 +119,7 @@ def select(
 
 
 def _setting(row: compare.ComparisonRow, key: str) -> str:
-    return text(compare._settings(row.runs[0]).get(key))
+    return text(compare.settings_of(row.runs[0]).get(key))
 
 
 def _difference(

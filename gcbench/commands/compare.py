@@ -81,7 +81,8 @@ def compare(
     plot: Annotated[
         Path | None,
         option(
-            "Draw accuracy against bytes, or a suite with its paper's numbers (.png, .svg, .pdf)."
+            "Draw accuracy against bytes, a suite with its paper's numbers, or with --by the "
+            "effect of a setting (.png, .svg, .pdf)."
         ),
     ] = None,
     sort: Annotated[
@@ -188,11 +189,13 @@ def compare(
             say("\n  ".join(missing) if details else f"{missing[0]}: --details lists them")
         shown += rows
     if plot is not None:
-        from gcbench.report import paper_plot, run_plots, tier_plot
+        from gcbench.report import effect_plot, paper_plot, run_plots, tier_plot
 
         name = next(iter(groups))
         title = head(name)["title"] if chosen is None and name else getattr(chosen, "title", "")
-        if name and paper_plot.has_published(shown):
+        if by is not None:
+            effect_plot.draw(shown, by, title, plot)
+        elif name and paper_plot.has_published(shown):
             paper_plot.draw_suite(shown, title, plot, asked.width)
         elif width is not None:
             paper_plot.draw(shown, plot, asked.width)

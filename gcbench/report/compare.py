@@ -312,7 +312,7 @@ class Label(NamedTuple):
         """Return whether a run is of the method and has the settings."""
         if run.summary.compressor_name != self.method:
             return False
-        settings = _settings(run)
+        settings = settings_of(run)
         return all(text(settings.get(key)) == value for key, value in self.settings.items())
 
 
@@ -735,7 +735,7 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
 # ---- filters and groups --------------------------------------------------------------------------
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def settings_of(run: Run) -> dict[str, Any]:
     """Return the settings for conditions: config, and the fields of method and task."""
     nested = ("options", "task_options", "memory_options")
     options = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
@@ -745,7 +745,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _check_setting(key: str, runs: Sequence[Run]) -> None:
-    keys = {key for run in runs for key in _settings(run)}
+    keys = {key for run in runs for key in settings_of(run)}
     if key not in keys:
         raise unknown("setting", key, keys)
 
@@ -764,12 +764,12 @@ def where(
     """
 
     def meets(run: Run, key: str) -> bool:
-        return text(_settings(run).get(key)) in conditions[key]
+        return text(settings_of(run).get(key)) in conditions[key]
 
     for key, values in conditions.items():
         _check_setting(key, runs)
         if not any(meets(run, key) for run in runs):
-            present = {text(_settings(run).get(key)) for run in runs}
+            present = {text(settings_of(run).get(key)) for run in runs}
             raise unknown(key, ", ".join(values), present)
     selected = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
     later = [key for key in conditions if key != "seed"]
@@ -792,7 +792,7 @@ def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]
         _check_setting(key, [row.runs[0] for row in rows])
     for row in rows:
         value = (
-            (row.tier or "outside the tiers") if tiers else text(_settings(row.runs[0]).get(key))
+            (row.tier or "outside the tiers") if tiers else text(settings_of(row.runs[0]).get(key))
         )
         groups.setdefault(value, []).append(row)
     if tiers:
