@@ -69,7 +69,7 @@ def exchange_steps(
 
 WARM_UP = 3
 """Steps in fp32 before the steps that check memory and update rule."""
-RULE_SHAPES = ((40, 33), (7,), (1030,))
+RULE_SHAPES = ((40, 33), (7,), (1030,), (4, 3, 5, 5), (3, 4, 5))
 
 
 def steps_of(
@@ -100,7 +100,7 @@ def steps_of(
             current.change([lossy])
         yield current.mean(list(xs), step, rates[step % len(rates)]).clone()
         if resume and step == WARM_UP:
-            others = [[-x for x in each] for each in steps]
+            others = [[-3 * x.flip(0) for x in each] for each in steps]
             later = simulated(exact, len(steps[0]))
             later.change([lossy])
             for worker in range(len(xs)):

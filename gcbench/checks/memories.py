@@ -20,7 +20,7 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
 
-SHAPES = ((40, 33), (1,), (1030,))
+SHAPES = ((40, 33), (1,), (4, 3, 5, 5), (3, 4, 5), (670,))
 N = exchanges.N
 WORKERS = 3
 RATES = (0.5, 0.5, 0.05, 0.2, 2.0, 0.1)
@@ -141,7 +141,7 @@ def _checkpoint(carried: Memory, method: Compressor) -> str:
     after = [running.mean(gradients(step), step, lr=0.05).clone() for step in range(3, 6)]
     between, other = (exchange(method, copy.deepcopy(carried)) for _ in range(2))
     for step in range(3):
-        between.mean([-x for x in gradients(step)], step, lr=0.1)
+        between.mean([-3 * x.flip(0) for x in gradients(step)], step, lr=0.1)
     other.workers, other.joint = saved
     other.assume(0.1)
     for step, want in enumerate(after, 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import unusual
 from commands import invoke
+from wrong_methods import Levels, spread
 
 from gcbench.checks import cases, exchanges, memories, memory_steps, verify
 from gcbench.core import memory, registry
@@ -382,6 +384,33 @@ class NeverDivided(unusual.SelfScaled):
         return gradient + ctx.state["update"]
 
 
+class KernelsForget(unusual.Corrected):
+    """Beside a momentum, half of the error of convolutions is dropped."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        for start, shape in ctx.segments.tensors:
+            if len(shape) == 4:
+                ctx.state["error"][start : start + math.prod(shape)] *= 0.5
+
+
+class DelayedScale(Levels):
+    """Its scale is at least 0.9 times that of the previous step, from a dict of the class."""
+
+    seen: ClassVar[dict] = {}
+
+    def encode(self, x, ctx):
+        scale, place = self.scales(x, ctx.segments), ctx.segments.offsets
+        before = self.seen.get((ctx.key._replace(step=ctx.step - 1), place), scale)
+        self.seen[ctx.key, place] = scale
+        scale = torch.maximum(scale, 0.9 * before)
+        return self.codes(x, spread(scale, ctx.segments), self.draws(ctx.key, len(x))), scale
+
+
+def test_a_codec_that_keeps_a_state_is_refused():
+    refused("memory: checkpoint", Memory(), DelayedScale())
+
+
 class HalfCorrected(unusual.Corrected):
     """Beside a momentum, half of the error is dropped."""
 
@@ -503,6 +532,7 @@ def refused(check, carried, method):
         (TwiceScaled, "memory: sent later"),
         (NeverDivided, "memory: sent later"),
         (HalfCorrected, "memory: sent later"),
+        (KernelsForget, "memory: sent later"),
         (Undeclared, "memory: exact code"),
         (DoubleAverage, "memory: exact code"),
         (ScaledMomentum, "memory: exact code"),
@@ -624,6 +654,17 @@ class PeriodicSigns(Signs):
         return -out if ctx.step % 300 == 299 else out
 
 
+class KernelSigns(Signs):
+    """Weights of convolutions do not move."""
+
+    def update(self, mean, ctx):
+        out = super().update(mean, ctx).clone()
+        for start, shape in ctx.segments.tensors:
+            if len(shape) == 4:
+                out[start : start + math.prod(shape)] = 0
+        return out
+
+
 class CrowdedSigns(Signs):
     """With more than 32 workers half a step is made."""
 
@@ -639,6 +680,7 @@ class CrowdedSigns(Signs):
         ("onebitadam", SmallRule),
         ("dlion", PeriodicSigns),
         ("dlion", CrowdedSigns),
+        ("dlion", KernelSigns),
     ],
 )
 def test_an_update_rule_that_is_wrong_on_some_inputs_is_refused(base, cls):
