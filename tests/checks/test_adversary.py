@@ -11,9 +11,11 @@ import torch
 import unusual
 from wrong_methods import Levels, TwoShotLevels
 
-from gcbench.checks import cases, inputs, verify
+from gcbench.checks import cases, inputs, oracle, verify
 from gcbench.checks.adversary import Search
+from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case, pairwise
+from gcbench.checks.trial import attempt
 from gcbench.core import registry
 
 BROKEN = [(kind, cls) for kind, several in broken.KINDS.items() for cls in several]
@@ -37,6 +39,7 @@ SHORT = cases.Effort(every=12, long=0, many=0, million=0, steps=1, thin=40)
 FEW = SHORT._replace(every=200)
 EFFORTS = {
     broken.VeryLongMean: FEW._replace(million=1),
+    broken.FarHalf: FEW._replace(far=1),
     broken.SixteenWorkers: FEW._replace(thin=4),
     broken.DecodedSteps: FEW._replace(steps=260, thin=1),
     broken.Flushing1327: FEW._replace(steps=2048, thin=1),
@@ -52,7 +55,7 @@ EFFORTS = {
                 broken.NanFeedback,
                 broken.GenerousDelta,
             ),
-            *(broken.ReusedDecode, broken.ReusedMean),
+            *(broken.ReusedDecode, broken.ReusedMean, broken.CachedZeros),
             *(broken.TwoRows, broken.SilencesErrors),
         )
     },
@@ -109,6 +112,12 @@ def test_a_right_method_is_not_refused(method):
 def test_an_unusual_method_has_the_properties(cls):
     rows = verify.listed(cls())
     assert [row for row in rows if row.verdict == "fails"] == []
+
+
+def test_zeros_may_arrive_as_noise_where_other_workers_set_the_range():
+    calls = Calls(unusual.SharedDither())
+    case = Case(((128,),), values="every third segment zero", seed=6)
+    assert attempt(calls, oracle.profile(calls), case)[0] is None
 
 
 def test_the_same_seed_searches_the_same_inputs():

@@ -313,5 +313,33 @@ class PermutedClaims(Claims, of=Permuted):
     correlated = True
 
 
-METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps, Permuted)
+@dataclass(frozen=True)
+class SharedDither(SharedRange):
+    """Subtractive dither of the shared range, which the decoder draws again: 0 is not a level."""
+
+    def _dither(self, ctx, rank: int):
+        key = ctx.key._replace(rank=rank, stream=0)
+        return ops.random.uniform(key, ctx.segments.numel).double() - 0.5
+
+    def encode(self, x, ctx):
+        steps = self.steps(ctx)
+        level = torch.where(steps > 0, x.double() / steps, 0.0) + self._dither(ctx, ctx.rank)
+        return level.round().clamp(-127, 127).to(torch.int8), torch.tensor([ctx.rank]).int()
+
+    def decode(self, payload, ctx):
+        codes, rank = payload.parts
+        if not 0 <= int(rank) < 2**24:
+            raise PayloadError("a rank below 2^24 expected")
+        values = (codes.double() - self._dither(ctx, int(rank))) * self.steps(ctx)
+        return values.clamp(-LARGEST, LARGEST).float()
+
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel), (torch.int32, 1))
+
+
+class SharedDitherClaims(Claims, of=SharedDither):
+    unbiased = True
+
+
+METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps, Permuted, SharedDither)
 MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected, Alternating)
