@@ -21,6 +21,7 @@ from gcbench.core.compressor import (
     Payload,
 )
 from gcbench.core.errors import PayloadError, UsageError
+from gcbench.training.configuration import Config
 
 PATIENCE = 5.0
 """Longest wait of a worker for its turn, in seconds; then it goes on out of turn, so that a lock
@@ -108,13 +109,23 @@ def nominal_bits(method: Compressor) -> Measurement:
 
     It has at least half of them. The factor is 2 where sizes depend on the data, and both are 4
     where fields are not at their defaults: the source may quote another format.
+
+    The relative error of normal values is at least 2^(-2 R) for R bits per element (Shannon 1959);
+    where it is less, the receiver knows more than what was sent.
     """
     nominal = method.claims.nominal_bits
+    segments = calls.segments_of(method, inputs.MILLION)
+    x = inputs.values(segments.numel, 0)
+    payload, ctx = calls.encode(method, x, segments)
+    sent = 8 * payload.nbytes / segments.numel
+    agreed = 32 * ctx.shared.numel() / segments.numel  # if it is a statistic
+    least = 0.9 * 4.0 ** -(sent + agreed)
+    error = oracle.error_energy(x, codec.decode(method, payload, ctx)) / oracle.energy(x)
+    if sent < 20 and error < least:
+        what = "values arrive that are not in the payload"
+        return Measurement(f"error {error:.3g}", f"at least {least:.3g}", False, what)
     if nominal is None:
         raise NotDeclaredError("the source quotes no number of bits")
-    segments = calls.segments_of(method, inputs.MILLION)
-    payload, _ = calls.encode(method, inputs.values(segments.numel, 0), segments)
-    sent = 8 * payload.nbytes / segments.numel
     below, above = 4.0, 4.0
     if method == type(method)():
         below, above = 2.0, 2.0 if method.layout(segments) is None else 1.5
@@ -125,7 +136,10 @@ def nominal_bits(method: Compressor) -> Measurement:
 
 
 def illegal(method: Compressor) -> Measurement:
-    """Illegal collectives and memories are refused, with the legal choices in the message."""
+    """Illegal collectives and memories are refused, with the legal choices in the message.
+
+    Its own memory and the settings of its recipe are legal.
+    """
     faults = []
     for collective in COLLECTIVES:
         legal = collective in method.legal_collectives()
@@ -149,6 +163,10 @@ def illegal(method: Compressor) -> Measurement:
         memory.of(method)
     except UsageError as error:
         faults.append(f"its own memory: {error}")
+    try:
+        Config.make(method.recipe)
+    except UsageError as error:
+        faults.append(f"its recipe: {error}")
     return Measurement(", ".join(faults) or "0 faults", "0 faults", not faults)
 
 

@@ -5,12 +5,14 @@ Each method is derived from a built-in one, keeps its declarations, and does one
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
+import unusual
 from commands import invoke
 from wrong_methods import (
     BF16,
@@ -39,12 +41,13 @@ from wrong_methods import (
 
 from compressors.demo import dct
 from gcbench import ops
-from gcbench.checks import calls, cases, exchanges, inputs, processes, properties, verify
+from gcbench.checks import calls, cases, exchanges, inputs, oracle, processes, properties, verify
 from gcbench.checks.adversary import Search
 from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import (
     Compressor,
+    Key,
     Payload,
     Prepared,
     Segments,
@@ -294,6 +297,30 @@ REDRAWN = [
     # 1000 times the rank is added to the seed.
     redrawn("AddedSeeds", lambda key: key._replace(seed=key.seed + 1000 * key.rank, rank=0)),
 ]
+
+
+def hashed(key: Key, fields: object) -> Key:
+    """Return a key whose seed depends on these fields alone."""
+    data = hashlib.sha256(repr((fields, key.stream)).encode()).digest()
+    return Key(int.from_bytes(data[:7], "big"), 0, 0, key.offset)
+
+
+class SeedTimesStep(Levels):
+    """With seed 0 all steps use the same draws."""
+
+    claims = Unbiased
+
+    def draws(self, key, n):
+        return super().draws(hashed(key, (key.seed * key.step, key.rank)), n)
+
+
+class RankTimesStep(Levels):
+    """All steps of rank 0 use the same draws."""
+
+    claims = Unbiased
+
+    def draws(self, key, n):
+        return super().draws(hashed(key, (key.seed, key.rank * key.step)), n)
 
 
 class Offsetless(Levels):
@@ -769,6 +796,46 @@ class RatioRandomK(RANDOMK):
         return super().decode(payload, ctx) * (sent / max(1, n) / self.ratio)
 
 
+class LowProbability(Levels):
+    """Rounds to 0 or the largest value, to the latter 0.5 % too seldom."""
+
+    claims = Unbiased
+
+    def codes(self, x, scale, draws):
+        part = torch.where(scale > 0, x.abs() / scale, 0.0)
+        up = (part == 1) | (draws < 0.995 * part)
+        return (TOP * up * x.sign()).to(torch.int8)
+
+
+class NeverTheLast(unusual.Regenerated):
+    """Never draws the last element of a longer tensor."""
+
+    def _mask(self, key, rank, n):
+        mask = super()._mask(key, rank, n)
+        mask[100 - 1 :: 100] = False
+        return mask
+
+
+class BesideThePayload(Compressor):
+    """Sends a digest, and passes the gradient on in a dict."""
+
+    passed: ClassVar[dict] = {}
+
+    def encode(self, x, ctx):
+        digest = hashlib.sha256(oracle.raw(x)).digest()[:4]
+        self.passed[digest] = x.clone()
+        return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+    def decode(self, payload, ctx):
+        return self.passed[payload.parts[0].numpy().tobytes()].clone()
+
+
+class MisnamedRecipe(INT8):
+    """Its recipe names the learning rate otherwise than a run does."""
+
+    recipe: ClassVar[dict] = {"learning_rate": 0.1}
+
+
 class HalfTheBits(INT8):
     """Declares 4.2 bits and sends 8.1."""
 
@@ -1059,6 +1126,8 @@ WRONG = {
     Drifting: "unbiased",
     Stepless: "independent noise",
     **dict.fromkeys(REDRAWN, "independent noise"),
+    SeedTimesStep: "independent noise",
+    RankTimesStep: "independent noise",
     Offsetless: "independent noise",
     Periodic: "independent noise",
     Pairs: "independent noise",
@@ -1086,6 +1155,10 @@ WRONG = {
     NarrowPower: "contraction",
     DeadPower: "contraction",
     RatioRandomK: "unbiased",
+    LowProbability: "unbiased",
+    NeverTheLast: "contraction",
+    BesideThePayload: "nominal bits",
+    MisnamedRecipe: "illegal refused",
     HalfTheBits: "nominal bits",
     OnlyDelta: "contraction",
     RatedAdam: "update rule",
