@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
+from gcbench.core.values import text
 from gcbench.report import figures, tables
 from gcbench.report.brief import fewest_fields
 from gcbench.report.compare import ComparisonRow
@@ -36,7 +37,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     axis the metric after the last step, mean over seeds with its 95 % interval, on a scale that is
     stretched near the uncompressed runs (asinh), where most methods are. Each tier has a colour.
     The rows that may be its best, by their ranks, have a dark edge. Rows that another one of their
-    tier with no more bytes beats are faded. Grey is the interval of the uncompressed runs. Rows
+    tier with no more bytes beats are faded. Grey is the interval of the best uncompressed row. Rows
     without a finished seed are named below. Of very many rows the best of each tier are drawn, see
     `tables.drawn`.
 
@@ -58,13 +59,12 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     dots = {name: {**style, "linestyle": ""} for name, style in styles.items()}
     with figures.canvas(11, 7.2) as figure:
         axes = figure.subplots()
-        for row in drawn:
-            if row.is_baseline:
-                middle, half = scale * (row.mean or 0.0), scale * row.half_interval
-                axes.axhspan(middle - half, middle + half, color="0.5", alpha=0.2, lw=0)
+        if plain := [row for row in drawn if row.is_baseline]:
+            best = min(plain, key=lambda row: row.behind)
+            middle, half = scale * (best.mean or 0.0), scale * best.half_interval
+            axes.axhspan(middle - half, middle + half, color="0.5", alpha=0.2, lw=0)
         marks = []
-        short = fewest_fields([row.method for row in drawn])
-        for row, label in zip(drawn, short, strict=True):
+        for row, label in zip(drawn, _names(drawn), strict=True):
             dot = dots[str(row.tier)]
             edge = RING if row.may_be_best else {"mec": "white", "mew": 0.7}
             look = {**dot, **edge, "ms": 8, "alpha": FADED if row.beaten else 1.0}
@@ -92,6 +92,19 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
         figure.set_layout_engine("none")
         figures.write_labels(axes, marks)
         figures.save(figure, path)
+
+
+def _names(drawn: Sequence[ComparisonRow]) -> Iterator[str]:
+    """Yield the name of each row; rows of one name have the settings in which they differ."""
+    short = fewest_fields([row.method for row in drawn])
+    for row, name in zip(drawn, short, strict=True):
+        alike = [one.choices for one, other in zip(drawn, short, strict=True) if other == name]
+        differing = [
+            f"{key}={text(value)}"
+            for key, value in row.choices.items()
+            if any(choices.get(key) != value for choices in alike)
+        ]
+        yield " ".join([name, *differing])
 
 
 def _bits(row: ComparisonRow) -> float:

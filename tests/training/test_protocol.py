@@ -739,6 +739,23 @@ def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
     assert axes.get_ylabel().startswith("test loss")
 
 
+def test_two_uncompressed_rows_have_names_of_their_own_and_one_band(tmp_path, monkeypatch):
+    """A method lay within the grey band of fp32 at an untuned rate."""
+    from gcbench.report import tier_plot
+
+    drawn = []
+    monkeypatch.setattr(tier_plot.figures, "save", lambda figure, path: drawn.append(figure))
+    one = compare.replace(table(tmp_path, none=[0.7, 0.71])["none"], tier="one", bits_up=32.0)
+    two = [
+        compare.replace(one, choices={"lr": lr}, mean=mean) for lr, mean in ((0.1, 0.5), (0.2, 0.7))
+    ]
+    tier_plot.draw(two, "mine", tmp_path / "tiers.png")
+    (axes,) = drawn[0].axes
+    assert {label.get_text() for label in axes.texts} == {"none lr=0.1", "none lr=0.2"}
+    (band,) = axes.patches
+    assert band.get_y() < 70 < band.get_y() + band.get_height()
+
+
 def placed(results, sizes, tiers):
     """Return rows of these bits, twice as many MB, and tiers, ranked within them."""
     sized = [
