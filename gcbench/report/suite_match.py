@@ -130,7 +130,7 @@ def _described(points: Sequence[Point]) -> Iterator[str]:
     """Yield a line for each entry: its method, and its settings with the values of `points`."""
     for entry in dict.fromkeys(point.entry for point in points):
         members = [point for point in points if point.entry == entry]
-        words = [members[0].config.compressor]
+        words = [",".join(dict.fromkeys(point.config.compressor for point in members))]
         for key in members[0].settings:
             if key in grid.NESTED:
                 words += [f"{name}={text(v)}" for name, v in members[0].settings[key].items()]

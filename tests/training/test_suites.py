@@ -352,6 +352,14 @@ def test_without_a_suite_nothing_is_published(local, tmp_path):
     assert "published" not in invoke("compare", file).out
 
 
+def test_missing_runs_of_an_entry_with_several_methods_are_all_named(local, tmp_path):
+    several = local.with_name("several.yaml")
+    text = local.read_text().replace("compressor: terngrad", "compressor: [terngrad, int8]", 1)
+    several.write_text(text)
+    file = rows_of(tmp_path / "rows.json", row(parse(f"gcbench run --suite {several}")[0]))
+    assert "  terngrad,int8" in compared(file, several, "--details").err
+
+
 def test_the_runs_that_nobody_made_are_named_with_their_command(local, tmp_path):
     configs = parse(f"gcbench run --suite {local} --steps 7 --seed 3")
     file = rows_of(tmp_path / "rows.json", *map(row, configs[:2]))
