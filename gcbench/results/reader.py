@@ -63,6 +63,11 @@ class Run:
     """The suite for which a row was made, as name/version."""
 
     @property
+    def place(self) -> str:
+        """The run's folder, or its file and row."""
+        return f"{self.source}, row {self.number}" if self.number else f"{self.source}"
+
+    @property
     def config(self) -> dict[str, Any]:
         """The config of the configuration: all settings but the seed."""
         return self.configuration.config
@@ -116,7 +121,7 @@ class Run:
             ) from error
 
     def _evaluations_of_row(self) -> list[dict[str, Any]]:
-        where = f"{self.source}, row {self.number}, column `evaluations`"
+        where = f"{self.place}, column `evaluations`"
         curve = rowfiles.decoded(self.curve, where)
         try:
             return sorted(map(dict, curve), key=lambda record: record["step"])
@@ -457,10 +462,11 @@ def load(
         other = unique.setdefault(key, candidate)
         if other is not candidate and other.outcome != candidate.outcome:
             warn(
-                f"same config and seed, other results: {candidate.source} left out, "
-                f"{other.source} kept"
+                f"same config and seed, other results: {candidate.place} left out, "
+                f"{other.place} kept"
             )
     _warn_of_sources(list(unique.values()))
+    _warn_of_test_sets(list(unique.values()))
     return list(unique.values())
 
 
@@ -475,6 +481,19 @@ def _warn_of_sources(runs: Sequence[Run]) -> None:
             name = next(iter(versions.values())).summary.compressor_name
             listed = ", ".join(f"{run.source} by {digest}" for digest, run in versions.items())
             warn(f"runs of {name} by different versions of {name}.py are in one row: {listed}")
+
+
+def _warn_of_test_sets(runs: Sequence[Run]) -> None:
+    """Warn about runs of one task whose test sets differ in size."""
+    sizes: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        if size := run.summary.test_examples:
+            task = f"{run.summary.task} {canonical(run.config.get('task_options') or {})}"
+            sizes.setdefault(task, {}).setdefault(size, run)
+    for some in sizes.values():
+        if len(some) > 1:
+            listed = ", ".join(f"{size} ({run.place})" for size, run in sorted(some.items()))
+            warn(f"test sets differ in size, so results are not comparable: {listed} examples")
 
 
 def frame(runs: Sequence[Run]) -> DataFrame:

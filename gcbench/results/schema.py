@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -89,6 +90,13 @@ _SECONDS = frozenset((float, type(None)))
 
 def _optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
+
+
+def _share(value: Any) -> float:
+    number = _number(value)
+    if math.isfinite(number) and not 0 <= number <= 1:
+        raise WrongValueError("a number from 0 to 1 expected", value)
+    return number
 
 
 def _number_or_none(value: Any) -> float | None:
@@ -231,6 +239,7 @@ _FIELDS = [each for each in fields(Summary) if each.name not in ("more", "presen
 _CHECKS = {
     **{each.name: _BY_TYPE[each.type] for each in _FIELDS},
     **dict.fromkeys(("workers", "steps", "batch"), _integer(1)),
+    **dict.fromkeys(("test_accuracy", "validation_accuracy", "test_top5"), _optional(_share)),
     "test_examples": _optional(_integer(1)),
 }
 _REQUIRED = [each.name for each in _FIELDS if each.default is each.default_factory is MISSING]

@@ -42,9 +42,9 @@ MOST_EXAMPLES = 1_000_000
 def examples(runs: Sequence[Run]) -> list[float]:
     """Return the size of each run's test set; NaN if unknown.
 
-    This is `test_examples` of the summaries, or `holdout` of a trial. Without it, it is the
-    smallest common denominator of the accuracies on the same test set: at least 360 for 347/360
-    and 0.9.
+    This is the least `test_examples` of the summaries, or `holdout` of a trial. Without it, it is
+    the smallest common denominator of the accuracies on the same test set: at least 360 for
+    347/360 and 0.9.
     """
     splits = list(map(_split, runs))
     sizes: dict[str, float] = {}
@@ -52,7 +52,7 @@ def examples(runs: Sequence[Run]) -> list[float]:
         held_out = run.summary.config.get("holdout")
         recorded = held_out if run.is_trial else run.summary.test_examples
         if recorded:
-            sizes[split] = float(recorded)
+            sizes[split] = min(float(recorded), sizes.get(split, math.inf))
     missing: dict[str, int] = {}
     for run, split in zip(runs, splits, strict=True):
         accuracy = _accuracy(run)

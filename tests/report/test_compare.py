@@ -326,6 +326,16 @@ def test_a_run_found_twice_is_taken_once(
     (run,) = load([folder, tmp_path / "other.json"])
     assert run.summary.test_accuracy == 0.5
     assert "same config and seed, other results" in capsys.readouterr().err
+    (tmp_path / "both.json").write_text(json.dumps([summary(), summary(accuracy=0.1)]))
+    load([tmp_path / "both.json"])
+    assert "both.json, row 2 left out, " in capsys.readouterr().err
+
+
+def test_an_accuracy_above_one_is_refused(tmp_path: Path) -> None:
+    """It was printed as 170 %."""
+    (tmp_path / "rows.json").write_text(json.dumps([summary(accuracy=1.7)]))
+    with pytest.raises(GcbenchError, match="`test_accuracy`: a number from 0 to 1 expected"):
+        load([tmp_path / "rows.json"])
 
 
 def test_a_run_made_twice_with_one_result_is_no_contradiction(

@@ -289,6 +289,19 @@ def test_the_size_of_a_test_set_is_recorded_or_seen(tmp_path: Path) -> None:
     assert all(map(math.isnan, seeds.examples(load([write(tmp_path / "c", *seen)]))))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_test_sets_that_differ_the_smaller_one_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: int
+) -> None:
+    """The last row's size counted for all rows: intervals were too narrow."""
+    two = [summary("x", 0, 0.9, test_examples=10_000), summary("none", 0, 0.5, test_examples=360)]
+    runs = load([write(tmp_path / "rows", *two)])
+    assert seeds.examples(runs[::order]) == [360] * 2
+    assert "test sets differ in size, so results are not comparable: 360 (" in (
+        capsys.readouterr().err
+    )
+
+
 def test_trials_have_as_many_examples_as_they_held_out(tmp_path: Path) -> None:
     trials = [summary(f"x{holdout}", 0, None) for holdout in (500, 5000)]
     for trial, holdout in zip(trials, (500, 5000), strict=True):
