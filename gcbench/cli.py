@@ -129,8 +129,8 @@ def verify(
     say(f"{name}: {hold} hold, {fail} fail, {len(rows) - hold - fail} not declared")
     if not properties.claims_anything(name, options):
         say(
-            f"{name} claims nothing of what arrives (unbiased, contractive, signs, exact_for): no "
-            "check says whether its values are right"
+            f"{name} makes no claims about its output (unbiased, contractive, signs, exact_for): "
+            "no check tests whether its values are right"
         )
     if properties.unclaimed_rule(name, options):
         say(
