@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gcbench.training.runner import Runner
     from gcbench.training.suites import Suite
 
-CAPTURED = "Gradients for `gcbench histogram`, before memory and compression; results stay the same"
+CAPTURED = "Gradients before memory and compression, for `gcbench histogram`"
 COMPLETED = {"task": "tasks", "compressor": "compressors"}
 """Settings whose values a shell completes -> what they name."""
 
