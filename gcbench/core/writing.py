@@ -21,7 +21,7 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         raise GcbenchError(
             f"cannot write {path}: {error.strerror or error}. Free space or choose another folder "
-            "(--results, --output); runs that are there stay as they are"
+            "with --results or --output; runs that are there stay as they are"
         ) from error
 
 
