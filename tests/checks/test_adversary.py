@@ -81,7 +81,7 @@ EFFORTS = {
     **{
         cls: SHORT
         for cls in (
-            *(broken.LocalRounds, broken.LocalResult, broken.OnesForZeros, broken.NanRounds),
+            *(broken.LocalRounds, broken.LocalResult, broken.NanRounds),
             *(broken.SummedRounds, broken.FlushingPrepare, broken.EverySecond, broken.LentState),
         )
     },
