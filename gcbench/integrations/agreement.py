@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,12 @@ def digest(x: Tensor) -> int:
     even = x.numel() // per_word * per_word
     tail = torch.nn.functional.pad(x[even:], (0, per_word - (x.numel() - even)))
     return int(x[:even].view(torch.int64).sum() + tail.view(torch.int64).sum())
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of the bits of tensors of any dtype."""
+    parts = [digest(x.detach().reshape(-1).contiguous().view(torch.uint8)) for x in tensors]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
 def agree(exchange: Exchange, mine: GcbenchError | None, common: Common) -> GcbenchError | None:

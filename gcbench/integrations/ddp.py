@@ -36,7 +36,7 @@ from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.core.exchange import Lane, checked_rate, classifier, dense_tensors, lane_of
 from gcbench.core.resize import redistributed
 from gcbench.core.world import Traffic
-from gcbench.integrations import check, handshake, unregistered
+from gcbench.integrations import agreement, check, handshake, unregistered
 from gcbench.integrations import plan as plans
 from gcbench.integrations.agreement import Common, digest
 from gcbench.integrations.check import Bounds, Comparison
@@ -233,7 +233,9 @@ class CommHook(Hook):
         self._size = model.process_group.size()
 
         def meet(refused: str) -> tuple[Store, Roster]:
-            summary, group = self._summary, model.process_group
+            summary, group = dict(self._summary), model.process_group
+            if not refused:
+                summary["parameters (digest)"] = agreement.digest_of(self._watched())
             return handshake.meet(group, summary, refused, self._patience, Roster.alone())
 
         store, roster = self._prepare_and_meet(
@@ -404,12 +406,11 @@ class CommHook(Hook):
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._waiting: list[_Arrived] = []
         self._touched: set[str] = set()
-        """Names of the parameters whose gradient a backward pass of this step computed, if some may
-        be unused."""
+        """Names of the parameters whose gradient a backward pass has computed since the last
+        exchange."""
         self._touches = [
             parameter.register_post_accumulate_grad_hook(partial(_touch, self._touched, name))
             for name, parameter in self._named.items()
-            if self._partial
         ]
         self._used = dict.fromkeys(self._named, 0)
         """Name -> exchanges of a parameter since `register`, without those where it is unused."""
@@ -418,6 +419,10 @@ class CommHook(Hook):
 
     def _fresh(self, name: str) -> int:
         return self._used[name]
+
+    def _local(self, name: str) -> bool:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self._worker is not None and (in_backward or name in self._touched)
 
     def _levels(self) -> list[Level]:
         return [] if self._worker is None else [self._level]

@@ -148,7 +148,8 @@ def meet(
     if different:
         raise UsageError(
             f"the ranks registered different settings. {'; '.join(different.values())}. Make the "
-            "hook with the same arguments, and load states of the same step, on every rank"
+            "hook with the same arguments, and load the same parameters and states of the same "
+            "step, on every rank"
         )
     first, number = min(each["name"] for each in reports)
     ranks = {rank for each in reports for rank in each["ranks"]}

@@ -253,6 +253,10 @@ class Hook:
         """
         raise NotImplementedError
 
+    def _local(self, name: str) -> bool:
+        """Return whether a part of a parameter's gradient has not been exchanged."""
+        return False
+
     def _levels(self) -> list[Level]:
         """Return this rank's exchanges."""
         raise NotImplementedError
@@ -473,13 +477,10 @@ class Hook:
         """Return this rank's parameters, or its shards of them."""
         raise NotImplementedError
 
-    def _digests(self) -> list[int]:
-        return [agreement.digest(each.detach().reshape(-1)) for each in self._watched()]
-
     def _before_load(self, model: nn.Module) -> None:
         """Remember the parameters before `model.load_state_dict`."""
         if self._unloaded is None and self._loads_seen is not None and not self._closed:
-            self._unloaded = self._digests()
+            self._unloaded = agreement.digest_of(self._watched())
 
     def _compare_loaded(self) -> None:
         """Warn if the model loaded another state since the last step, and this hook did not."""
@@ -487,7 +488,7 @@ class Hook:
         loaded, self._loads_seen = self._loads != self._loads_seen, self._loads
         if before is None or loaded or not self._remembers:
             return
-        if before != self._digests():
+        if before != agreement.digest_of(self._watched()):
             warnings.warn(
                 f"model.load_state_dict changed parameters before step {self.step}, and the hook "
                 "still has the residuals or momentum of its earlier steps, which training will "

@@ -149,6 +149,7 @@ class Rates:
         moves = "suit" not in self._warned and any(True for _ in self._moves(optimizer))
         if moves and (why := self._unsuitable(optimizer)):
             self._warn("suit", why, 6)
+        self._check_local(optimizer, hook)
         if hook._remembers:
             self._repeat(optimizer, hook)
         self._count(optimizer, hook.step)
@@ -170,9 +171,34 @@ class Rates:
             rate = None
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
-                if name is not None and parameter.grad is not None and "lr" in group:
+                if name is not None and parameter.grad is not None and group.get("lr") is not None:
                     rate = float(group["lr"]) if rate is None else rate
                     yield name, rate
+
+    def _check_local(self, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        """Warn if an optimizer applies a gradient to which a rank added after the exchange.
+
+        Raises:
+            UsageError: it steps during the backward pass, before the exchange has ended.
+        """
+        name = next((name for name, _ in self._moves(optimizer) if hook._local(name)), None)
+        if name is None:
+            return
+        kind = type(optimizer).__name__
+        if torch._C._current_graph_task_id() != -1:
+            raise UsageError(
+                f"{kind} moves {name} during the backward pass, before its gradient is averaged, "
+                "so the ranks drift apart. Call optimizer.step() after backward, or use FSDP2"
+            )
+        if hook.step != self._last:
+            self._warn(
+                "local",
+                f"{kind} applies a gradient of {name} to which a backward pass added after the "
+                "exchange: DDP averages one backward pass per forward pass, and none of "
+                "model.module(x). Unless something else averages that part, the ranks drift apart. "
+                "Add the losses and call backward once, or run a forward pass of the DDP model for "
+                "each backward pass, all but the last under no_sync()",
+            )
 
     def waits(self, name: str, fresh: int) -> bool:
         """Return whether no optimizer has applied the last of a parameter's exchanges."""
@@ -242,7 +268,8 @@ class Rates:
                 f"the hook, which is at step {exchanges}: nothing is compressed, and unless "
                 "something else averages the gradients, the ranks drift apart. Run the forward "
                 "pass of the model on which the hook is registered: not model.module(x), not "
-                "another wrapper of the same module, and not under no_sync at every step. "
+                "another wrapper of the same module, and not under no_sync at every step. Convert "
+                "the module's dtype before DistributedDataParallel wraps it. "
                 "hook.close() discards a hook that is not used",
             )
 
@@ -295,7 +322,7 @@ class Rates:
         rates: dict[str | None, float] = {}
         for optimizer in self.optimizers if stepped is None else [stepped]:
             for group in optimizer.param_groups:
-                if "lr" not in group:
+                if group.get("lr") is None:
                     raise UsageError(
                         f"{type(optimizer).__name__} has a parameter group without 'lr'. Set "
                         "hook.lr at each step instead of optimizer="

@@ -677,6 +677,10 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     stepped = model()
     stepped.last.weight._in_backward_optimizers = [sgd(stepped.last)]
     result["steps in backward"] = refused(lambda: register(hook("none"), stepped))
+    drifted = wrapped(model())
+    with torch.no_grad():
+        drifted.module.last.bias += rank
+    result["other parameters"] = refused(lambda: hook("none").register(drifted))
     state = one.state_dict()
     one.close()
     result["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
@@ -1052,6 +1056,53 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
     result["closure"] = warned(
         lambda: [newton.step(partial(backward, ddp, step)) for step in range(3)]
     )
+    hook.close()
+    return result
+
+
+@job
+def half_averaged(rank: int, size: int) -> dict[str, Any]:
+    """Apply gradients of which DDP averages a part: one backward pass of each forward pass."""
+    result: dict[str, Any] = {}
+
+    def losses(ddp: Any, step: int) -> tuple[Tensor, Tensor]:
+        x, y = batch(step, rank)
+        out = ddp(x)
+        return cross_entropy(out, y), out.square().mean()
+
+    def apart(ddp: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            one, other = losses(ddp, step)
+            one.backward(retain_graph=True)
+            other.backward()
+            optimizer.step()
+
+    def together(ddp: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            sum(losses(ddp, step)).backward()
+            optimizer.step()
+
+    def penalty(ddp: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            losses(ddp, step)[0].backward()
+            losses(ddp.module, step)[1].backward()
+            optimizer.step()
+
+    for steps in (apart, together, penalty):
+        ddp = wrapped(model())
+        hook, optimizer = comm_hook("topk").register(ddp), sgd(ddp)
+        result[steps.__name__] = warned(partial(steps, ddp, optimizer))
+        hook.close()
+
+    ddp = wrapped(model())
+    hook = comm_hook("topk").register(ddp)
+    for parameter in ddp.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    result["in backward"] = refused(lambda: losses(ddp, 0)[0].backward())
     hook.close()
     return result
 

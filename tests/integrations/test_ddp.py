@@ -229,6 +229,7 @@ REFUSED = {
     "mixed precision": "mixed_precision.*torch.autocast",
     "skips buckets": "skip_all_reduce_unused_params=True.*find_unused_parameters=True works",
     "steps in backward": "_apply_optimizer_in_backward.*call its step after backward",
+    "other parameters": r"parameters \(digest\): rank 0",
     "state of another rank": "that of rank 2 of 2, and this is rank",
     "state of other settings": "bucket_mb: 25.0 .*, 3.0 ",
     "state of another step": "step: rank 0 0, rank 1 1",
@@ -391,6 +392,24 @@ def test_several_exchanges_per_step_cause_one_warning(name):
             assert result[other] == [], other
         (text,) = result["every third"]
         assert re.search(r"exchanges the gradient of \S+ several times before 5 of 13 steps", text)
+
+
+@pytest.mark.parametrize("name", ["apart", "penalty"])
+def test_a_gradient_that_is_averaged_in_part_causes_one_warning(name):
+    """A second backward pass of one forward pass, or one of the module: the ranks drifted apart."""
+    for result in of("half_averaged"):
+        (text,) = result[name]
+        assert re.match(r"SGD applies a gradient of \S+ to which a backward pass added after", text)
+        assert result["together"] == []
+
+
+def test_an_optimizer_that_steps_during_the_backward_pass_is_refused():
+    for result in of("half_averaged"):
+        assert result["in backward"]["kind"] == "UsageError"
+        assert (
+            "during the backward pass, before its gradient is averaged"
+            in (result["in backward"]["text"])
+        )
 
 
 def test_a_state_that_is_saved_before_the_optimizers_step_causes_a_warning():

@@ -126,7 +126,7 @@ def stored(
     trials, final = follow(suite, judge, settings)
     results = []
     for config in filter(included, (*trials, *final)):
-        value = judge(config) + config.seed / 1000
+        value = max(0.0, judge(config) + config.seed / 1000)
         split = "test" if config.test else "validation"
         accuracy = {f"{split}_accuracy": value, f"{split}_loss": 1.0, "test_examples": 10**6}
         sizes = {"payload_ratio_up": 2.0, "config_hash": config.hash}
