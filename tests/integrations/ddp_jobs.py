@@ -1100,8 +1100,10 @@ def half_averaged(rank: int, size: int) -> dict[str, Any]:
     ddp = wrapped(model())
     hook = comm_hook("topk").register(ddp)
     for parameter in ddp.parameters():
-        own = torch.optim.SGD([parameter], lr=0.1)
-        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: optimizer.step()
+        )
     result["in backward"] = refused(lambda: losses(ddp, 0)[0].backward())
     hook.close()
     return result
