@@ -425,13 +425,16 @@ class ShardHook(Hook):
     ) -> tuple[dict[str, Store], Roster]:
         """Compare the settings of all ranks in every process group; return a store per group.
 
-        Replicas also compare which shard of each module they have. The roster has all ranks.
+        Replicas also compare which shard of each module they have, and its parameters. The roster
+        has all ranks.
         """
         groups = {each.group.group_name: each.group for each in modules}
         meetings = [(group, self._summary) for group in groups.values()]
-        if replicas is not None:
-            shards = [each.group.rank() for each in modules]
-            meetings.append((replicas, {**self._summary, SHARDS: shards}))
+        if replicas is not None:  # first: the ranks of a shard group learn what one replica finds
+            shared: dict[str, Any] = {SHARDS: [each.group.rank() for each in modules]}
+            if not refused and not any(shard.is_meta for shard in self._watched()):
+                shared["parameters (digest)"] = agreement.digest_of(self._watched())
+            meetings.insert(0, (replicas, {**self._summary, **shared}))
         stores: dict[str, Store] = {}
         first: GcbenchError | None = None
         roster = Roster.alone()

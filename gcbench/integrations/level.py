@@ -135,13 +135,22 @@ class Level:
             for name, both in squares.items():
                 self.watch.look(name, *both.sqrt().tolist())
 
-    def diverged(self, number: int, gradient: Tensor, step: int) -> DivergedError | None:
-        """Return the error for a lane's gradient, 1-D, that is not finite; else None."""
+    def diverged(
+        self,
+        number: int,
+        gradient: Tensor,
+        step: int,
+        error: Callable[[int, str, int], DivergedError] = check.diverged,
+    ) -> DivergedError | None:
+        """Return the error for a lane's gradient, 1-D, that is not finite; else None.
+
+        `error`: returns it for a rank, a parameter's name and a step.
+        """
         if check.is_finite(gradient):
             return None
         pairs = zip(self.names[number], self.parts[number], strict=True)
         name = next(name for name, part in pairs if not gradient[part].isfinite().all())
-        return check.diverged(self.world.rank, name, step)
+        return error(self.world.rank, name, step)
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the current state of the exchange."""

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gcbench.core import sealed
 from gcbench.core.clock import Totals
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
+from gcbench.core.errors import DivergedError, GcbenchError, PeerLostError, UsageError
 from gcbench.core.exchange import Lane, classifier, dense_tensors, lane_of
 from gcbench.core.fragments import Rounds, of_names
 from gcbench.integrations import agreement, handshake, steps
@@ -195,6 +195,8 @@ class LocalSteps(Hook):
         self._step = self._since = 0
         self._uncounted = 0
         """Steps of other optimizers since the last one of this optimizer, or the last exchange."""
+        self._beside = False
+        """Whether an optimizer of further parameters has stepped since then."""
         self._warned: set[str] = set()
         """Kinds of warnings so far: each is issued once."""
         self._saved = False
@@ -213,6 +215,9 @@ class LocalSteps(Hook):
             summary, which = dict(self._summary), "initial" if state is None else "common"
             if not refused:
                 summary[f"{which} parameters (SHA-256)"] = self._origin
+                frozen = [p.data for p in model.parameters() if not p.requires_grad]
+                plain = [x for x in frozen if type(x) is Tensor]
+                summary["frozen parameters (digest)"] = agreement.digest_of(plain)
             return handshake.meet(group, summary, refused, self._patience, Roster.alone())
 
         store, roster = self._prepare_and_meet(lambda: self._prepare(model, group), meet)
@@ -254,7 +259,7 @@ class LocalSteps(Hook):
         self._closed = True
         for handle in self._handles:
             handle.remove()
-        world, steps_open = self._level.world, self._since + self._uncounted
+        world, steps_open = self._level.world, self._open
         unsaved = steps_open and self._size > 1 and not self._saved and self._failed is None
         text = (
             f"rank {world.rank}: close() after {self._step} optimizer steps, and the last "
@@ -353,7 +358,7 @@ class LocalSteps(Hook):
             self._level.exchange.change(self._level.lanes(self._step))
         self._step += 1
         self._since += 1
-        self._uncounted, self._saved = 0, False
+        self._uncounted, self._beside, self._saved = 0, False, False
         sent = rounds.sent(self._step)
         if sent:
             self._send(sent)
@@ -370,12 +375,12 @@ class LocalSteps(Hook):
         if optimizer is self._optimizer or not self._active:
             return
         counted, moved = _parameters(self._optimizer), _parameters(optimizer)
-        names = [
-            name
-            for name, p in zip(self._names, self._parameters, strict=True)
-            if id(p) in counted and id(p) in moved and p.grad is not None
-        ]
+        pairs = zip(self._names, self._parameters, strict=True)
+        trained = {n: id(p) in counted for n, p in pairs if id(p) in moved and p.grad is not None}
+        names = [name for name, shared in trained.items() if shared]
         if not names:
+            self._beside |= bool(trained)
+            self._saved &= not trained
             return
         self._uncounted += 1
         self._saved = False
@@ -409,18 +414,22 @@ class LocalSteps(Hook):
                 "exchange() after close(), which ended the process group: call it first"
             )
         last = max(0, self._step - 1)
-        steps_open = self._since + self._uncounted
-        values = {"position": "call of exchange()", "step": last, "open steps": steps_open}
+        values = {"position": "call of exchange()", "step": last, "open steps": self._open}
         with self._exchanging():
             self._require(None, values)
-        if not steps_open:
+        if not self._open:
             return
         settings = self.settings
         sent = settings.rounds.recent(self._step, min(settings.delay + 1, self._since))
         if rest := {*self._fragments} - sent:
             self._send(rest)
         self._take_over(self._fragments, 0.0)
-        self._since = self._uncounted = 0
+        self._since, self._uncounted, self._beside = 0, 0, False
+
+    @property
+    def _open(self) -> int:
+        """Steps since the last complete exchange."""
+        return self._since + self._uncounted or int(self._beside)
 
     def _send(self, fragments: Collection[int]) -> None:
         """Exchange fragments, and update their common parameters."""
@@ -454,7 +463,7 @@ class LocalSteps(Hook):
         error: GcbenchError | None = self._replaced()
         sizes = [parts[-1].stop for parts in level.parts]
         for number, part in enumerate(torch.split(difference, sizes)):
-            error = error or level.diverged(number, part, step)
+            error = error or level.diverged(number, part, step, _diverged)
         common = self._common("exchange of local steps", step, [level])
         level.world.place[0] = f"the exchange after {self._step} optimizer steps"
         self._require(error, {**common.values, "common parameters (SHA-256)": self._origin})
@@ -557,7 +566,7 @@ class LocalSteps(Hook):
         exchange = self._level.make(step)
         exchange.load_state_dict(sealed.entry(entry, "exchange"))
         self._level.exchange, self._step, self._since = exchange, step, since
-        self._uncounted, self._saved = 0, True
+        self._uncounted, self._beside, self._saved = 0, False, True
         self._unloaded, self._overwritten = None, False
         with torch.no_grad():
             for x, value, moment in zip(self._common_x, parameters, moments, strict=True):
@@ -566,6 +575,15 @@ class LocalSteps(Hook):
                 if moment is not None:
                     self._outer.state[x]["momentum_buffer"] = moment.to(x.device).clone()
         self._origin = _digest(self._common_x)
+
+
+def _diverged(rank: int, name: str, step: int) -> DivergedError:
+    """Return the error for a parameter that is not finite."""
+    return DivergedError(
+        f"rank {rank}: {name} is not finite after {step + 1} optimizer steps. Lower the learning "
+        "rate; or leave out steps whose gradients are not finite, on all ranks or on none",
+        step,
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:

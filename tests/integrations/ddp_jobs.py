@@ -677,10 +677,6 @@ def refusals(rank: int, size: int) -> dict[str, Any]:
     stepped = model()
     stepped.last.weight._in_backward_optimizers = [sgd(stepped.last)]
     result["steps in backward"] = refused(lambda: register(hook("none"), stepped))
-    drifted = wrapped(model())
-    with torch.no_grad():
-        drifted.module.last.bias += rank
-    result["other parameters"] = refused(lambda: hook("none").register(drifted))
     state = one.state_dict()
     one.close()
     result["closed"] = refused(lambda: ddp(batch(0, rank)[0]))
@@ -824,6 +820,9 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     result["code"] = refused(lambda: register(hook("none")))
     scheme._code = digest
     ddp = wrapped(model())
+    if odd:  # as after a load on one rank
+        nn.init.zeros_(ddp.module.last.bias)
+    result["parameters"] = refused(lambda: hook("none").register(ddp))
     if odd:
         ddp.requires_grad_(False)
     result["one refuses"] = refused(lambda: hook("none").register(ddp))
@@ -998,6 +997,46 @@ def bypassed(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def added(rank: int, size: int) -> dict[str, Any]:
+    """Add to a gradient after its exchange, or before; step the optimizer during backward."""
+    result: dict[str, Any] = {}
+    for name in ("retained", "second graph", "module", "no_sync", "module first", "in backward"):
+        ddp = wrapped(model())
+        optimizer = sgd(ddp)
+        hook = comm_hook("none").register(ddp)
+
+        def step(name: str = name, ddp: Any = ddp, optimizer: Any = optimizer) -> None:
+            x, y = batch(0, rank)
+            optimizer.zero_grad()
+            if name == "module first":
+                cross_entropy(ddp.module(x), y).backward()
+                optimizer.zero_grad()
+            with ddp.no_sync() if name == "no_sync" else nullcontext():
+                first, second = cross_entropy(ddp(x), y), None
+            if name == "second graph":
+                second = cross_entropy(ddp(x + 1), y)
+            first.backward(retain_graph=True)
+            if name == "retained":
+                second = first
+            elif name in ("module", "no_sync"):
+                second = cross_entropy((ddp.module if name == "module" else ddp)(x + 1), y)
+            if second is not None:
+                second.backward()
+            optimizer.step()
+
+        if name == "in backward":
+            ddp.module.last.bias.register_post_accumulate_grad_hook(
+                lambda _, optimizer=optimizer: optimizer.step()
+            )
+            result[name] = refused(step)
+        else:
+            result[name] = warned(lambda step=step: [step() for _ in range(3)])
+        result[f"{name}, end"] = flat(ddp.module).tolist()
+        hook.close()
+    return result
+
+
+@job
 def repeated(rank: int, size: int) -> dict[str, Any]:
     """Exchange several times per optimizer step: accumulated, discarded, in a closure; or once."""
     result: dict[str, Any] = {}
@@ -1056,55 +1095,6 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
     result["closure"] = warned(
         lambda: [newton.step(partial(backward, ddp, step)) for step in range(3)]
     )
-    hook.close()
-    return result
-
-
-@job
-def half_averaged(rank: int, size: int) -> dict[str, Any]:
-    """Apply gradients of which DDP averages a part: one backward pass of each forward pass."""
-    result: dict[str, Any] = {}
-
-    def losses(ddp: Any, step: int) -> tuple[Tensor, Tensor]:
-        x, y = batch(step, rank)
-        out = ddp(x)
-        return cross_entropy(out, y), out.square().mean()
-
-    def apart(ddp: Any, optimizer: Any) -> None:
-        for step in range(3):
-            optimizer.zero_grad()
-            one, other = losses(ddp, step)
-            one.backward(retain_graph=True)
-            other.backward()
-            optimizer.step()
-
-    def together(ddp: Any, optimizer: Any) -> None:
-        for step in range(3):
-            optimizer.zero_grad()
-            sum(losses(ddp, step)).backward()
-            optimizer.step()
-
-    def penalty(ddp: Any, optimizer: Any) -> None:
-        for step in range(3):
-            optimizer.zero_grad()
-            losses(ddp, step)[0].backward()
-            losses(ddp.module, step)[1].backward()
-            optimizer.step()
-
-    for steps in (apart, together, penalty):
-        ddp = wrapped(model())
-        hook, optimizer = comm_hook("topk").register(ddp), sgd(ddp)
-        result[steps.__name__] = warned(partial(steps, ddp, optimizer))
-        hook.close()
-
-    ddp = wrapped(model())
-    hook = comm_hook("topk").register(ddp)
-    for parameter in ddp.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, optimizer=optimizer: optimizer.step()
-        )
-    result["in backward"] = refused(lambda: losses(ddp, 0)[0].backward())
     hook.close()
     return result
 

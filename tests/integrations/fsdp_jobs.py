@@ -443,6 +443,11 @@ def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
     both = flat_mesh["dp", "cp"]._flatten("dp_cp")
     result["flattened"] = warned(lambda: hook("int8").register(sharded(mesh=both)))
     result["wrong replicas"] = refused(lambda: register(hook("int8"), shards))
+    net = model()
+    if odd:
+        nn.init.zeros_(net.last.bias)
+    net = sharded(net, shards)
+    result["apart"] = refused(lambda: hook("int8").register(net, replicas=replicas))
     result["method"] = refused(
         lambda: register(hook("int8", between="qsgd" if odd else "hadamard4"))
     )

@@ -214,6 +214,17 @@ def other_optimizers(rank: int, size: int) -> dict[str, Any]:
     rounds.close()
 
     loop = Loop(config, rank)
+    *first, last = loop.model.parameters()
+    loop.optimizer = torch.optim.SGD(first, 0.05)
+    rounds, second = loop.local_steps(), torch.optim.SGD([last], 0.05)
+    loop.optimizer.register_step_post_hook(lambda *_: second.step())  # after an exchange
+    loop.run(range(6))
+    result["last, apart"] = digest(loop.flat())
+    rounds.exchange()
+    result["last"] = digest(loop.flat())
+    rounds.close()
+
+    loop = Loop(config, rank)
     loop.optimizer = Outer(loop.optimizer)
     rounds = loop.local_steps()
     loop.run(range(6))
@@ -308,6 +319,10 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     with torch.no_grad():
         next(other.model.parameters()).add_(rank)
     result["parameters"] = refused(other.local_steps)
+    other = Loop(config, rank)
+    with torch.no_grad():
+        next(other.model.parameters()).requires_grad_(False).add_(rank)
+    result["frozen"] = refused(other.local_steps)
     result["every"] = refused(lambda: Loop(config, rank).local_steps(every=2 + rank))
     result["blocks"] = refused(lambda: Loop(config, rank).local_steps(every=9, fragments=9))
     loop = Loop(config, rank)

@@ -177,6 +177,7 @@ def test_broken_levels_are_noticed():
 TWO_LEVELS_REFUSED = {
     "no replicas": "between=QSGD.*replicas=",
     "wrong replicas": r"shard of each module.*: rank \d .0, 0, 0., rank",
+    "apart": r"parameters .digest.: rank \d '.*load the same parameters",
     "method": r"between compressor: rank \d .*Hadamard4.*rank \d .*QSGD",
     "absent": r"between compressor: rank \d .*Hadamard4.*rank \d None",
     "field": r"between compressor: rank \d .*levels=3.*rank \d .*levels=4",

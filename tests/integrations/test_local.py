@@ -69,10 +69,11 @@ def test_an_exchange_between_makes_ranks_equal_and_nothing_is_taken_over_twice()
 def test_faults_stop_all_ranks_with_the_cause():
     for result in of("faults"):
         assert "initial parameters" in result["parameters"]["text"]
+        assert "frozen parameters" in result["frozen"]["text"]
         assert "every: rank 0 2, rank 1 3" in result["every"]["text"]
         for name in ("diverged", "again"):
             assert result[name]["kind"] == "DivergedError"
-            assert result[name]["text"].startswith("rank 1: ")
+            assert re.match(r"rank 1: \S+ is not finite after 3 opt", result[name]["text"])
         assert result["another step"]["kind"] == "UsageError"
         assert "step: rank 0 0, rank 1 1" in result["another step"]["text"]
         assert result["no open step"]["kind"] == "UsageError"
@@ -94,6 +95,12 @@ def test_an_optimizer_that_replaces_the_counted_one_is_named_once():
     one, other = of("other_optimizers")
     assert one["apart"] != other["apart"]
     assert one["exchanged"] == other["exchanged"], "exchange() includes steps that do not count"
+
+
+def test_an_exchange_includes_steps_of_optimizers_of_other_parameters():
+    one, other = of("other_optimizers")
+    assert one["last, apart"] != other["last, apart"]
+    assert one["last"] == other["last"]
 
 
 @pytest.mark.parametrize("name", ["two optimizers", "inside"])

@@ -142,6 +142,16 @@ def test_torchs_scaler_is_restored_by_close_or_when_the_hook_is_deleted(level):
     assert not hasattr(GradScaler.step, "__wrapped__")
 
 
+def test_an_optimizer_without_a_rate_is_refused_or_not_compared(followed):
+    """As the Adafactor of Transformers, which computes its rate."""
+    parameters, rates = followed
+    other = torch.optim.SGD([parameters["b"]], lr=0.0)
+    other.param_groups[0]["lr"] = None
+    rates._stepped(other)  # warnings are errors
+    with pytest.raises(UsageError, match=r"SGD has a parameter group without 'lr'. Set hook\.lr"):
+        Rates(other, None).of(["b"])
+
+
 def test_optimizers_of_other_models_and_of_a_closed_hook_are_not_compared(followed):
     parameters, rates = followed
     torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.5).step()
