@@ -193,7 +193,9 @@ def compare(
 
         name = next(iter(groups))
         title = head(name)["title"] if chosen is None and name else getattr(chosen, "title", "")
-        if by is not None:
+        if by not in (None, "task", "tier"):  # these group methods, and are none of their settings
+            if width is not None:
+                raise UsageError(f"--width {width.value} with --by {by} --plot: remove --width")
             effect_plot.draw(shown, by, title, plot)
         elif name and paper_plot.has_published(shown):
             paper_plot.draw_suite(shown, title, plot, asked.width)

@@ -79,9 +79,8 @@ def draw(rows: Sequence[ComparisonRow], key: str, title: str, path: Path) -> Non
         axes.set_xlabel(f"{split} accuracy (%)" if accuracy else f"{split} loss")
         seed = min(judged[0].values)
         what = f"best rate of the trials, seed {seed}" if trials else "mean and 95 % interval"
-        figure.suptitle(
-            f"{sanitize.label(title) or key}\n{count}{what}; dotted: fp32", x=0.01, ha="left"
-        )
+        dotted = "; dotted: fp32" if lines[0].is_baseline else ""
+        figure.suptitle(f"{sanitize.label(title) or key}\n{count}{what}{dotted}", x=0.01, ha="left")
         figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=4)
         figures.save(figure, path)
 
@@ -96,7 +95,8 @@ def _size(value: str) -> tuple[float, str]:
 
 def _result(row: ComparisonRow, trials: bool) -> float:
     """Return the mean over seeds; of a trial the first seed, because few have a second one."""
-    return row.values[min(row.values)] if trials else row.mean or 0.0
+    assert row.mean is not None, "a row with values has a mean"
+    return row.values[min(row.values)] if trials else row.mean
 
 
 def _lines(rows: Sequence[ComparisonRow], key: str, trials: bool) -> list[Line]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import summary
+from builders import summary, write
+from commands import invoke
 
 from gcbench.core.errors import UsageError
 from gcbench.report import compare, effect_plot, figures
@@ -104,3 +105,16 @@ def test_a_setting_with_one_value_is_refused(drawn: Any) -> None:
         drawn([run("topk", 0, 0.9, 0.9), run("topk", 0, 0.9, 0.0)], "momentun")
     with pytest.raises(UsageError, match="tasks"):
         drawn([run("topk", 0, 0.9, 0.9), run("topk", 0, 0.9, 0.0) | {"task": "mnist"}])
+
+
+def test_groups_of_tasks_keep_their_picture_and_no_flag_is_ignored(tmp_path: Path) -> None:
+    both = [run("topk", 0, 0.9, momentum) for momentum in (0.0, 0.9)]
+    other = summary("topk", 1, 0.9, task="mnist")
+    folder, picture = write(tmp_path / "runs", *both, other), tmp_path / "x.png"
+    assert invoke("compare", folder, "--by", "task", "--plot", picture).code == 0
+    assert picture.exists()
+    of_momentum = ("compare", folder, "--where", "task=digits", "--by", "momentum", "--plot")
+    assert invoke(*of_momentum, picture).code == 0
+    refused = invoke(*of_momentum, picture, "--width", "single")
+    assert refused.code == 2
+    assert "--width single" in refused.err
