@@ -226,8 +226,11 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
     """Return what a reader must know of the numbers in the text of a table, a line each."""
     counts = [len(row.values) for row in rows]
     spread = "mean ± sd of " if max(counts) > 1 else ""
-    versus = "; vs none: paired difference [95 % interval]" if "vs none" in table else ""
+    compared = any(row.difference is not None for row in rows)
+    versus = "; vs none: paired difference [95 % interval]" if compared else ""
     notes = [f"{spread}n = {ends(counts)} seed{'s' * (max(counts) != 1)}{versus}."]
+    if alone := sum(not row.is_baseline and row.difference is None for row in rows if row.values):
+        notes.append(f"{counted(alone, 'row')} without uncompressed runs of equal budget.")
     notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
     if failed := sum(len(row.failed) for row in rows):
         notes.append(f"{counted(failed, 'run')} diverged; means leave them out.")

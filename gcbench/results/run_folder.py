@@ -106,6 +106,13 @@ class RunFolder:
         with explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / CAPTURES)
 
+    def remove_unless_begun(self) -> None:
+        """Delete the folder of a run that failed before its first record, checkpoint or capture."""
+        left = ("config.json", "provenance.json", LOCK)
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.folder.iterdir()} <= set(left):
+                shutil.rmtree(self.folder)
+
     def _object(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file of this run."""
         path = self.folder / name

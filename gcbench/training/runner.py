@@ -284,6 +284,9 @@ class Runner:
                 run.finish(configuration.failed(config, run, error))
                 self._add_row(run, run.summary or {})
                 raise
+            except GcbenchError:
+                run.remove_unless_begun()
+                raise
         summary = run.summary
         if summary is None:
             raise GcbenchError(f"{run.folder} has no summary after its run")

@@ -284,6 +284,19 @@ def test_missing_data_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("GCBENCH_DATA", str(empty))
     done = invoke("run", "--task", "mnist", "--results", tmp_path / "runs")
     refused(done, 1, str(empty))
+    assert list((tmp_path / "runs").iterdir()) == [], "`compare` would call it unfinished"
+
+
+def test_a_run_that_fails_later_keeps_its_records(tmp_path, monkeypatch):
+    settings = ("run", "--task", "digits", "--steps", "4", "--log-every", "1")
+
+    def full_disk(*_):
+        raise GcbenchError("no space left")
+
+    monkeypatch.setattr("gcbench.training.store.Run.finish", full_disk)
+    refused(invoke(*settings, "--results", tmp_path / "runs"), 1, "no space left")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert len((run / "metrics.jsonl").read_text().splitlines()) >= 4
 
 
 def test_a_run_from_python_looks_where_the_environment_says(tmp_path, monkeypatch):

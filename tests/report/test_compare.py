@@ -903,6 +903,18 @@ def test_a_memory_that_is_not_the_methods_is_named(tmp_path: Path) -> None:
     assert label == "signsgd"
 
 
+def test_rows_without_uncompressed_runs_are_counted(tmp_path: Path) -> None:
+    """They had "-" below "vs none" without a reason; those of another batch have none either."""
+    place = write(tmp_path / "a", summary("topk", 0), summary("topk", 1))
+    alone = invoke("compare", place).out
+    assert "1 row without uncompressed runs of equal budget." in alone
+    assert "paired difference" not in alone
+    place = write(tmp_path / "b", *(summary(name, s) for name in ("topk", "none") for s in (0, 1)))
+    both = invoke("compare", place).out
+    assert "without uncompressed" not in both
+    assert "paired difference" in both
+
+
 def test_bytes_are_whole_in_json(tmp_path: Path) -> None:
     result = [summary("none", s, 0.9, payload_bytes_up=1001 + s) for s in range(2)]
     (record,) = json.loads(render(table(tmp_path, *result), "json"))
