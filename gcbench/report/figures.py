@@ -192,12 +192,21 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
         taken.append((*box.min, *box.max))
     places = axes.transData.transform([(mark.x, mark.y) for mark in marks])
 
+    def line(index: int, box: Any) -> Any:
+        """Return points of the line that joins a label's box and its mark."""
+        near = np.clip(places[index], box.min, box.max)
+        return np.linspace(near, places[index], 20, endpoint=False)
+
     def count(index: int, box: Any, joined: bool) -> int:
-        """Return what the label of a mark would overlap in the box."""
+        """Return what the label of a mark would overlap in the box, and with its line."""
         away = np.hypot(*(np.clip(places, box.min, box.max) - places).T)
         others = np.array(taken)
         apart = (box.max < others[:, :2]) | (box.min > others[:, 2:])
         overlaps = int((~apart.any(axis=1)).sum())
+        if joined:
+            labels, points_of = others[len(marks) :], line(index, box)[:, None]
+            crossed = (points_of > labels[:, :2]) & (points_of < labels[:, 2:])
+            overlaps += int(crossed.all(axis=2).any(axis=0).sum())
         return overlaps + bool(not joined and away[index] > away.min())
 
     collisions = 0
@@ -213,6 +222,8 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
                 shorter[1].remove()
         collisions += bool(hits)
         taken.append((*box.min, *box.max))
+        if label.arrow_patch is not None:  # other labels avoid the line, too
+            taken += [(*(at - points), *(at + points)) for at in line(index, box)]
     return collisions
 
 
@@ -256,7 +267,11 @@ def _place(
         )
         label.update_positions(renderer)
         box = Text.get_window_extent(label, renderer)  # without the line to the mark
-        hits = count(box, distance > FAR)
+        beyond = max(frame.x0 - box.x0, 0.0) + min(frame.x1 - box.x1, 0.0)
+        if beyond and not across:  # above or below the mark it may be moved sideways, if need be
+            label.xyann = (72 / figure.dpi * beyond, along)
+            box = box.translated(beyond, 0.0)
+        hits = count(box, distance > FAR) + bool(beyond)
         inside = frame.x0 <= box.x0 and box.x1 <= frame.x1
         hits += 10 * (not (inside and frame.y0 <= box.y0 and box.y1 <= frame.y1))
         if best is not None and hits >= best[0][0]:

@@ -553,6 +553,51 @@ def test_labels_lie_over_no_mark_and_no_label() -> None:
                 assert not box.contains(*axes.transData.transform((mark.x, height)))
 
 
+def test_a_wide_label_stays_in_the_frame() -> None:
+    """Beside a mark at three quarters of the width it would run over the axis."""
+    from matplotlib.text import Text
+
+    axes = axes_of(3, 3)
+    figures.write_labels(
+        axes, [figures.Mark(7.5, 5, 0.1, "a label nearly as wide as its frame", "C0")]
+    )
+    (label,) = axes.texts
+    frame, box = axes.get_window_extent(), Text.get_window_extent(label)
+    assert box.width > 0.8 * frame.width, "else it fits anywhere"
+    assert frame.x0 - 1 <= box.x0 <= box.x1 <= frame.x1 + 1
+
+
+def test_a_line_to_a_mark_crosses_no_label() -> None:
+    """Whichever of the two was placed first; 20 layouts of marks that lie close together."""
+    import numpy as np
+    from matplotlib.text import Text
+
+    crossed, lines = 0, 0
+    for seed in range(20):
+        places = 5 + np.random.default_rng(seed).normal(size=(7, 2)) * (0.5, 0.4)
+        axes = axes_of(8, 6, dpi=72)
+        names = ("powersgd", "efsignsgd", "onebit", "signsgd", "topk ratio=0.01", "fft", "demo")
+        figures.write_labels(
+            axes,
+            [
+                figures.Mark(x, y, 0.05, name, "C0")
+                for name, (x, y) in zip(names, places, strict=True)
+            ],
+        )
+        boxes = [Text.get_window_extent(one) for one in axes.texts]
+        for place, label in enumerate(axes.texts):
+            if label.arrow_patch is None:
+                continue
+            lines += 1
+            start, end = axes.transData.transform(label.xy), boxes[place]
+            near = np.clip(start, end.min, end.max)
+            along = [near + share * (start - near) for share in np.linspace(0, 1, 50)]
+            others = boxes[:place] + boxes[place + 1 :]
+            crossed += sum(any(box.contains(*at) for at in along) for box in others)
+    assert lines > 10
+    assert crossed == 0
+
+
 def drawing(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that is filled with the figures that are saved."""
     remaining: list[Any] = []
