@@ -229,7 +229,8 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
     compared = any(row.difference is not None for row in rows)
     versus = "; vs none: paired difference [95 % interval]" if compared else ""
     notes = [f"{spread}n = {ends(counts)} seed{'s' * (max(counts) != 1)}{versus}."]
-    if alone := sum(not row.is_baseline and row.difference is None for row in rows if row.values):
+    alone = sum(not row.is_baseline and row.difference is None for row in rows if row.values)
+    if alone and "vs none" in table:
         notes.append(f"{counted(alone, 'row')} without uncompressed runs of equal budget.")
     notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
     if failed := sum(len(row.failed) for row in rows):
