@@ -527,6 +527,8 @@ class RoundsTrial:
             self._equal(self.xs[0])
         if n < 20_000:
             self._decoded(self.xs[0])
+        if 0 < n < 20_000:
+            self._exact()
         average = torch.stack([x.double() for x in self.xs]).mean(0).float()
         errors = [oracle.error_energy(average, mean)]
         if self.method.claims.contractive:
@@ -550,6 +552,17 @@ class RoundsTrial:
         single, _ = self._step([x], 0xFF)
         room = 1e-5 * single.double().abs() + 2.0**-140
         oracle.near("decode", decoded, single, room, "the mean of a step with one worker")
+
+    def _exact(self) -> None:
+        """One worker applies the inputs that the method declares to transmit exactly.
+
+        Up to 1e-3 of the largest: random factors may be ill-conditioned.
+        """
+        for family in self.method.claims.exact_for:
+            x = inputs.EXACT[family](self.segments, self.case.seed)
+            mean, _ = self._step([x], 0)
+            room = 1e-3 * x.double().abs().max().expand_as(x)
+            oracle.near("in_rounds", mean, x, room, f"the gradient ({family})")
 
     def _later(self, x: Tensor) -> None:
         """Hold the error to ||x||^2 also after a step with zero, tiny or huge gradients."""

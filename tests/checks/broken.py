@@ -892,6 +892,26 @@ class NarrowRounds(POWER):
         return mean, final
 
 
+class HalvedRounds(POWER):
+    """Matrices of more than 1024 columns are halved, also when decoded; only exactness is claimed."""
+
+    variants: ClassVar[tuple[dict, ...]] = ({},)
+
+    def _rebuild(self, mean, p, q, ctx):
+        out = super()._rebuild(mean, p, q, ctx)
+        for t in self.matrices(ctx.segments):
+            if t.m > 1024:
+                out[t.place] /= 2
+        return out
+
+
+class HalvedRoundsClaims(Claims[HalvedRounds], of=HalvedRounds):
+    """Small matrices of rank 1 are exact."""
+
+    portable = False
+    exact_for = ("rank 1",)
+
+
 class CyclicDraws(RANDOMK):
     """The positions repeat every 100 steps."""
 
@@ -1161,7 +1181,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         *(LongMean, VeryLongMean, LongMerge, LongSum),
         *(CrowdedMean, CrowdedSegments, CrowdedVote, CrowdedSum),
     ),
-    "wide matrices": (NarrowRounds,),
+    "wide matrices": (NarrowRounds, HalvedRounds),
     "long tensors": (
         FarHalf,
         LongFeedback,
