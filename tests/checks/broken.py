@@ -893,7 +893,7 @@ class NarrowRounds(POWER):
 
 
 class HalvedRounds(POWER):
-    """Matrices of more than 1024 columns are halved, also when decoded; only exactness is claimed."""
+    """Halves matrices of more than 1024 columns, also when decoded; only exactness is claimed."""
 
     variants: ClassVar[tuple[dict, ...]] = ({},)
 
