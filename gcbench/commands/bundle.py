@@ -31,6 +31,7 @@ def bundle(
     run the sources.
     """
     from gcbench.report import bundle as bundling
+    from gcbench.report.rendering import counted
     from gcbench.results import reader
 
     bundling.check(output)
@@ -38,5 +39,6 @@ def bundle(
     with bundling.opened(folders or [RUNS]) as places:
         runs = reader.load(places, partial(watched, progress, "bundle"), faults)
         counts = bundling.write(output, runs, source or ())
-    say(f"wrote {output}: {', '.join(f'{count:,} {what}' for what, count in counts.items())}")
+    sizes = (counted(count, what.removesuffix("s")) for what, count in counts.items())
+    say(f"wrote {output}: {', '.join(sizes)}")
     end_with(faults)

@@ -40,6 +40,7 @@ def report(
     """
     from gcbench.core import progress as showing
     from gcbench.report import bundle, page, suite_match
+    from gcbench.report.rendering import counted
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
@@ -67,12 +68,12 @@ def report(
     counts = {
         "runs": len(contents.runs),
         "analyses": len(contents.analyses),
-        "kernel timings": timings,
+        "kernel_timings": timings,
     }
     if json:
-        rows = {what.replace(" ", "_"): count for what, count in counts.items()}
-        print_json({"page": str(output), "bytes": len(text.encode()), **rows})
+        print_json({"page": str(output), "bytes": len(text.encode()), **counts})
     else:
-        summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        nouns = zip(counts.values(), ("run", "analysis", "kernel timing"), strict=True)
+        summary = ", ".join(counted(count, noun) for count, noun in nouns if count)
         say(f"wrote {output}: {summary}")
     end_with(contents.faults)

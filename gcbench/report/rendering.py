@@ -180,8 +180,9 @@ NAMES = 55
 
 
 def counted(count: int, noun: str) -> str:
-    """Return "1 row" or "2 rows"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Return "1 row" or "2 rows", "1 analysis" or "2 analyses"."""
+    plural = f"{noun[:-2]}es" if noun.endswith("sis") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def cut_lines(text: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from commands import invoke
+from commands import ROOT, invoke
 from gcbench.compressors.memories.none import NoMemory
 from gcbench.compressors.memories.residual import Residual
 
@@ -433,6 +433,35 @@ def test_the_command_prints_rows_saves_them_and_draws(tmp_path, only_small) -> N
     messages = ("Verdicts on compressors: known inputs", "Properties of gradients", "slack")
     for text in (*messages, "Not applicable", "Clipping at 2.5 sigma", "could not be decided"):
         assert text in again.out
+
+
+def test_rows_of_a_claim_share_a_line_where_there_are_many(monkeypatch, tmp_path) -> None:
+    """208 lines made a picture of 4,560 x 5,280 pixels. Each row is drawn once all the same."""
+    path = ROOT / "results/bounds-cifarnet.json"
+    analysis = measuring.parse(json.loads(path.read_text()), path)
+    rows = [*analysis.table("claims").rows, *analysis.table("gradients").rows]
+    drawn = []
+    monkeypatch.setattr(bounds.figures, "save", lambda figure, _: drawn.append(figure))
+
+    bounds.draw(analysis, tmp_path / "x.png")
+    labels = [[tick.get_text() for tick in axes.get_yticklabels()] for axes in drawn[0].axes]
+    assert all(len(of) <= bounds.MANY for of in labels)
+    assert sum(int(label.rpartition("(")[2].rstrip(")")) for of in labels for label in of) == len(
+        rows
+    )
+    marks = [
+        line.get_xdata()[0]
+        for axes in drawn[0].axes
+        for line in axes.get_lines()
+        if line.get_marker() != "None"
+    ]
+    assert len(marks) == len(rows)
+    assert sum(ratio > 1 for ratio in marks) >= sum(row["verdict"] == "fails" for row in rows) > 0
+
+    analysis.table("claims").rows[:] = few = analysis.table("claims").rows[:5]
+    bounds.draw(analysis, tmp_path / "x.png")
+    first = [tick.get_text() for tick in drawn[1].axes[0].get_yticklabels()]
+    assert [label.partition(",")[0] for label in first] == [row["claim"] for row in few]
 
 
 SIGNS = """

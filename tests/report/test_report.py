@@ -477,7 +477,7 @@ def test_committed_files_are_shown(tmp_path: Path) -> None:
     rows = ROOT / "results/reference/terngrad-figure3.parquet"
     message, page = reported(tmp_path / "x", *(ROOT / "results" / name for name in names), rows)
     timings = committed("kernels.json")["rows"]
-    assert f"24 runs, 2 analyses, {len(timings)} kernel timings" in message
+    assert f"24 runs, 2 analyses, {len(timings):,} kernel timings" in message
     assert {name.rpartition("-")[0] for name in page.ids} >= {
         "links",
         "histogram-cifarnet",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -467,10 +468,14 @@ COLOURS = {"holds": 0, LOOSELY: 9, "undecided": 1, "fails": 3}
 SYMBOLS = {"theorem": "o", "assumption": "D", "observation": "^", "property": "s"}
 LEAST, MOST = 1e-3, 1e3
 """Ratios beyond these are drawn at the edge, with an arrow."""
+MANY = 30
+"""Rows of a panel that still have a line each."""
 
 
 def draw(analysis: Analysis, path: Path) -> None:
-    """Draw measured / bound of every claim with its interval; claims left of 1 hold.
+    """Draw measured / bound of every row with its interval; rows left of 1 hold.
+
+    Where a panel would have more than `MANY` lines, the rows of a claim share a line.
 
     Raises:
         GcbenchError: the file cannot be written.
@@ -480,14 +485,18 @@ def draw(analysis: Analysis, path: Path) -> None:
 
     rows = [*analysis.table("claims").rows, *analysis.table("gradients").rows]
     places = list(dict.fromkeys(str(row["place"]) for row in rows)) or [codec_claims.PLACE]
-    longest = max(sum(row["place"] == place for row in rows) for place in places)
+    panels_of = [[row for row in rows if row["place"] == place] for place in places]
+    shared = max(map(len, panels_of)) > MANY
+    lines = [_lines(of, shared=shared) for of in panels_of]
+    longest = max(map(len, lines))
     palette = seaborn.color_palette("colorblind")
     colours = {verdict: palette[place] for verdict, place in COLOURS.items()}
-    with figures.canvas(9.5 * len(places), 2.6 + 0.3 * longest) as figure:
+    width, height = (6.5, 0.6) if shared else (9.5, 0.3)
+    with figures.canvas(width * len(places), 2.6 + height * longest) as figure:
         panels = figure.subplots(1, len(places), squeeze=False)[0]
-        for axes, place in zip(panels, places, strict=True):
-            _panel(axes, [row for row in rows if row["place"] == place], longest, colours)
-            axes.set_title(place)
+        for axes, place, of in zip(panels, places, lines, strict=True):
+            _panel(axes, of, longest, colours)
+            axes.set_title(textwrap.fill(place, 40))
         verdicts = [row["verdict"] for row in rows]
         symbols = [
             ("s", colour, f"{verdict} ({verdicts.count(verdict)})")
@@ -510,18 +519,36 @@ def _ratio(value: Any) -> float:
     return MOST if value is None else min(max(float(value), LEAST), MOST)
 
 
-def _panel(axes: Axes, rows: Sequence[Row], longest: int, colours: Mapping[str, Any]) -> None:
-    for height, row in enumerate(rows):
-        colour, at = colours[str(row["verdict"])], _ratio(row["ratio"])
-        if row["ratio_low"] is not None or row["ratio_high"] is not None:
-            limits = _ratio(row["ratio_low"] or 0.0), _ratio(row["ratio_high"])
-            axes.plot(limits, (height, height), color=colour, lw=2.5, solid_capstyle="butt")
-        outside = {LEAST: "<", MOST: ">"} if row["ratio"] != at else {}
-        axes.plot(at, height, outside.get(at, SYMBOLS[str(row["kind"])]), color=colour, ms=8)
+def _lines(rows: Sequence[Row], *, shared: bool) -> list[tuple[str, list[Row]]]:
+    """Return the label and the rows of each line: a row, or with `shared` those of a claim."""
+    if not shared:
+        return [(_label(row), [row]) for row in rows]
+    claims: dict[str, list[Row]] = {}
+    for row in rows:
+        claims.setdefault(_group(str(row["claim"])).rstrip("/"), []).append(row)
+    return [(f"{claim} ({len(of)})", of) for claim, of in claims.items()]
+
+
+def _panel(
+    axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], longest: int, colours: Mapping[str, Any]
+) -> None:
+    ratios = []
+    for line, (_, rows) in enumerate(lines):
+        width, size = (2.5, 8) if len(rows) == 1 else (1, 5)
+        for place, row in enumerate(rows):
+            height = line + 0.7 * ((place + 0.5) / len(rows) - 0.5)
+            colour, at = colours[str(row["verdict"])], _ratio(row["ratio"])
+            if row["ratio_low"] is not None or row["ratio_high"] is not None:
+                limits = _ratio(row["ratio_low"] or 0.0), _ratio(row["ratio_high"])
+                axes.plot(limits, (height, height), color=colour, lw=width, solid_capstyle="butt")
+            outside = {LEAST: "<", MOST: ">"} if row["ratio"] != at else {}
+            marker = outside.get(at, SYMBOLS[str(row["kind"])])
+            axes.plot(at, height, marker, color=colour, ms=size)
+            ratios.append(at)
     axes.axvline(1.0, color="0.2", lw=1.5)
     axes.set_xscale("log")
-    axes.set_xlim(LEAST / 1.6, MOST * 1.6 if any(_ratio(r["ratio"]) > 30 for r in rows) else 30)
+    axes.set_xlim(LEAST / 1.6, MOST * 1.6 if max(ratios, default=0.0) > 30 else 30)
     axes.set_ylim(longest - 0.3, -0.7)
-    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize="small")
+    axes.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize="small")
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("measured / bound")
