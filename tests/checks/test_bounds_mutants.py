@@ -137,7 +137,7 @@ def test_a_command_that_judges_nothing_says_why(installed, small, tmp_path) -> N
     done = invoke(*words, "--details")
     messages = " ".join(done.out.split())
     assert "owners encode the mean again" in messages
-    assert "No theorem judged twoshotlevels: " in messages
+    assert "No theorem applies to twoshotlevels: " in messages
     assert done.code == 1
     assert "no theorem judged twoshotlevels; gcbench verify" in done.err
     again = invoke(*words)

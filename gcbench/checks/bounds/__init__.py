@@ -239,8 +239,9 @@ def run(
         analysis.conclusions = _conclusions(judged.rows)
         if left := unjudged(settings, judged.rows):
             analysis.conclusions.append(
-                f"No theorem judged {', '.join(left)}: it claims nothing that one is about, or is "
-                "exchanged by two-shot alone. That says nothing of its code: `gcbench verify` does."
+                f"No theorem applies to {', '.join(left)}: a method needs a declared property that "
+                "a theorem covers, and another collective than two-shot. `gcbench verify` tests "
+                "its code."
             )
         analysis.failed = any(
             row["kind"] == "theorem" and row["verdict"] == "fails" for row in judged.rows
