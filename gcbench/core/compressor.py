@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -281,7 +282,7 @@ class Compressor(ABC):
         if not all_finite(x):
             raise UsageError("x contains a NaN or an infinity: expected finite values")
         flat = x.detach().to(torch.float32).reshape(-1).contiguous()
-        ctx = Context(Segments.of([x.shape], self.granularity), key=Key(seed, step, 0))
+        ctx = Context(_segments(tuple(x.shape), self.granularity), key=Key(seed, step, 0))
         shared, (prepared,) = codec.agree(self, [flat], ctx)
         ctx = ctx._replace(shared=shared, prepared=prepared)
         return Compressed(codec.encode(self, flat, ctx), ctx, tuple(x.shape), x.dtype)
@@ -296,6 +297,11 @@ class Compressor(ABC):
         """
         flat = codec.decode(self, compressed.payload, compressed.context)
         return flat.view(compressed.shape).to(compressed.dtype)
+
+
+@lru_cache(maxsize=8, typed=True)  # of 2^22 elements in groups of 32 they take longer than encode
+def _segments(shape: tuple[int, ...], granularity: str | int) -> Segments:
+    return Segments.of([shape], granularity)
 
 
 class Compressed(NamedTuple):
