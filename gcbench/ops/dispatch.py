@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -168,10 +169,13 @@ class Operation(Generic[P, R]):
             ValueError: tensors are on different devices.
             Exception: the kernel returned an error number; `fault` provides the exception.
         """
-        if _chosen is None:
+        implicit = _chosen is None
+        if implicit:
             use("auto")
         arguments: dict[str, Any] = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         device = self._device(arguments)
+        if implicit and device is not None and device.type == "cpu":
+            _warn_without_kernels()
         kernel = self.serving.get(device.type) if device else None
         key = arguments.get("key")
         if kernel is None or (key is not None and key.workers > 1 and kernel in self.independent):
@@ -305,6 +309,16 @@ def use(backend: str) -> None:
     else:
         name = choose(backend, backend)
         _take({name: name} if name in HOMES else {})
+
+
+def _warn_without_kernels() -> None:
+    (native,) = (each for each in backends() if each.name == "cpu")
+    if not native.available:
+        warnings.warn(
+            f"{native.detail}. Plain torch computes the same bytes instead, many times slower.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _take(chosen: Mapping[str, str] | None) -> None:

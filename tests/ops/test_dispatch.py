@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -301,3 +304,22 @@ def test_an_operation_is_defined_once():
             dispatch.operation()(_thing)
     finally:
         del dispatch.OPERATIONS[created.name]
+
+
+@pytest.mark.parametrize(
+    ("isa", "explicit"), [("none", ""), ("none", "ops.use('auto');"), ("", "")]
+)
+def test_torch_in_place_of_kernels_is_no_secret(isa, explicit):
+    """One warning, with the reason, unless the program chose its backend or there are kernels."""
+    if not isa and not native.status()[0]:
+        pytest.skip(native.status()[1])
+    code = (
+        f"import gcbench, torch; from gcbench import ops; {explicit}"
+        "x = torch.ones(9); m = gcbench.get_compressor('terngrad'); [m.compress(x) for _ in 'ab']"
+    )
+    environment = os.environ | {"GCBENCH_ISA": isa}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("RuntimeWarning") == bool(isa and not explicit)
+    assert ("GCBENCH_ISA=none: this machine has" in done.stderr) == bool(isa and not explicit)
