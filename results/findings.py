@@ -90,11 +90,11 @@ def _runs() -> dict[str, list[reader.Run]]:
 
 
 @cache
-def _rows(suite: str, trials: bool) -> list[compare.ComparisonRow]:
+def _rows(suite: str) -> list[compare.ComparisonRow]:
     """Return the rows of a suite, from all committed files, as `gcbench compare` makes them."""
     mine = _runs().get(suite, [])
-    if trials or not mine:
-        return compare.rows([run for run in mine if run.is_trial == trials])
+    if not mine:
+        return []
     labelled = [run for name, runs in _runs().items() if name for run in runs]
     beside = suite_match.beside(suites.load(suite), labelled)
     rows = compare.rows(beside.runs, None, beside.suite.choices, (), beside.best)
@@ -155,7 +155,7 @@ def of_rows(spec: Mapping[str, Any]) -> list[Measured]:
     Raises:
         UsageError: no row is what `where` selects, or several are.
     """
-    rows = _rows(spec["suite"], spec.get("trials", False))
+    rows = _rows(spec["suite"])
     if not rows:
         return []
     result = select(rows, spec["where"])

@@ -97,14 +97,14 @@ BROAD, FAILING, FINE = line("a", -0.02, 0.02), line("b", -0.012, -0.010), line("
 def test_the_worst_verdict_of_several_rows_counts(findings, monkeypatch, rows, here, expected):
     """The baseline has no difference and is left out."""
     stored = [line("none"), *rows] if rows else []
-    monkeypatch.setattr(findings, "_rows", lambda suite, trials: stored)
+    monkeypatch.setattr(findings, "_rows", lambda suite: stored)
     shown = findings.judged(ENTRY | {"holds_if": {"at_least": -0.5}})
     assert f"| {here}" in shown
     assert f"**{expected}**" in shown
 
 
 def test_a_value_is_of_one_row(findings, monkeypatch):
-    monkeypatch.setattr(findings, "_rows", lambda suite, trials: [FINE, BROAD])
+    monkeypatch.setattr(findings, "_rows", lambda suite: [FINE, BROAD])
     with pytest.raises(UsageError, match="2 rows"):
         findings.of_rows(SPEC | {"several": False})
 
@@ -115,11 +115,11 @@ def test_rows_of_another_version_decide_no_claim(findings, monkeypatch, tmp_path
     assert len(runs) > 100
     monkeypatch.setattr(findings.reader, "load", lambda *_: runs)
     findings._runs.cache_clear()
-    assert findings._rows("main", False) == findings._rows("main", True) == []
+    assert findings._rows("main") == findings._rows("main", True) == []
     runs[:] = [replace(run, suite=main.label()) for run in runs]
     findings._runs.cache_clear()
     findings._rows.cache_clear()
-    assert any(row.rate == "tuned" for row in findings._rows("main", False)), "trials are read"
+    assert any(row.rate == "tuned" for row in findings._rows("main")), "trials are read"
 
 
 def test_a_paired_difference_has_the_interval_of_its_seeds(findings):
