@@ -226,11 +226,12 @@ def _notes(rows: Sequence[ComparisonRow], table: str) -> list[str]:
     """Return what a reader must know of the numbers in the text of a table, a line each."""
     counts = [len(row.values) for row in rows]
     spread = "mean ± sd of " if max(counts) > 1 else ""
-    compared = any(row.difference is not None for row in rows)
+    column = "vs none" in table
+    compared = column and any(row.difference is not None for row in rows)
     versus = "; vs none: paired difference [95 % interval]" if compared else ""
     notes = [f"{spread}n = {ends(counts)} seed{'s' * (max(counts) != 1)}{versus}."]
     alone = sum(not row.is_baseline and row.difference is None for row in rows if row.values)
-    if alone and "vs none" in table:
+    if alone and column:
         notes.append(f"{counted(alone, 'row')} without uncompressed runs of equal budget.")
     notes += [f"{mark}: {text}." for mark, text in MARKS.items() if mark in table]
     if failed := sum(len(row.failed) for row in rows):

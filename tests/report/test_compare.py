@@ -958,6 +958,7 @@ def test_rows_without_uncompressed_runs_are_counted(tmp_path: Path) -> None:
     both = invoke("compare", place).out
     assert "without uncompressed" not in both
     assert "paired difference" in both
+    assert "vs none" not in invoke("compare", place, "--columns", "accuracy").out
 
 
 def test_bytes_are_whole_in_json(tmp_path: Path) -> None:
