@@ -514,7 +514,7 @@ def test_a_file_is_as_good_as_the_folder_and_counts_once(folder: Path) -> None:
     for places in (["whole.json"], ["part.json", "analyses"], ["analyses", "part.json"]):
         text, page = reported(folder / "x", *(folder / place for place in places))
         assert page.tables == [[["name", "ms"], ["a<b", "500"], ["failed", "-"]]], places
-        assert ": 1 analyses" in text
+        assert ": 1 analysis" in text
         assert "twice" not in text
     whole["provenance"]["started"] = "2001-01-01"
     (folder / "old.json").write_text(json.dumps(whole))
