@@ -1,8 +1,8 @@
 // Block floating point on the CPU: `gcbench.ops.blockfloat`.
 //
 // Encoding expands each block's scale for one tile and divides by it, or multiplies by the inverse of a power of two,
-// which gives the same bits and is faster; decoding multiplies. Bytes per element: encoding
-// reads 4, or 8 where a scale needs the whole tensor first, and writes 1 or 1/2; decoding reads that and writes 4.
+// which gives the same bits; decoding multiplies. Bytes per element: encoding reads 4, or 8 where a scale needs the
+// whole tensor first, and writes 1 or 1/2; decoding reads that and writes 4.
 #include "blocks.hpp"
 #include "called.hpp"
 #include "smallfloat.hpp"

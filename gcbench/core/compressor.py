@@ -282,7 +282,8 @@ class Compressor(ABC):
         if not all_finite(x):
             raise UsageError("x contains a NaN or an infinity: expected finite values")
         flat = x.detach().to(torch.float32).reshape(-1).contiguous()
-        ctx = Context(_segments(tuple(x.shape), self.granularity), key=Key(seed, step, 0))
+        divide = _segments if x.numel() <= CACHED else _segments.__wrapped__
+        ctx = Context(divide(tuple(x.shape), self.granularity), key=Key(seed, step, 0))
         shared, (prepared,) = codec.agree(self, [flat], ctx)
         ctx = ctx._replace(shared=shared, prepared=prepared)
         return Compressed(codec.encode(self, flat, ctx), ctx, tuple(x.shape), x.dtype)
@@ -299,8 +300,13 @@ class Compressor(ABC):
         return flat.view(compressed.shape).to(compressed.dtype)
 
 
-@lru_cache(maxsize=8, typed=True)  # of 2^22 elements in groups of 32 they take longer than encode
+CACHED = 2**24
+"""Elements of the largest tensors whose segments `compress` caches."""
+
+
+@lru_cache(maxsize=8, typed=True)
 def _segments(shape: tuple[int, ...], granularity: str | int) -> Segments:
+    """Return a tensor's segments, which may take longer to compute than the encoding."""
     return Segments.of([shape], granularity)
 
 

@@ -198,14 +198,14 @@ def write_labels(axes: Axes, marks: Sequence[Mark]) -> int:
         return np.linspace(near, places[index], 20, endpoint=False)
 
     def count(index: int, box: Any, joined: bool) -> int:
-        """Return what the label of a mark would overlap in the box, and with its line."""
+        """Return how many boxes the label of a mark and the line between them would overlap."""
         away = np.hypot(*(np.clip(places, box.min, box.max) - places).T)
         others = np.array(taken)
         apart = (box.max < others[:, :2]) | (box.min > others[:, 2:])
         overlaps = int((~apart.any(axis=1)).sum())
         if joined:
-            labels, points_of = others[len(marks) :], line(index, box)[:, None]
-            crossed = (points_of > labels[:, :2]) & (points_of < labels[:, 2:])
+            labels, along = others[len(marks) :], line(index, box)[:, None]
+            crossed = (along > labels[:, :2]) & (along < labels[:, 2:])
             overlaps += int(crossed.all(axis=2).any(axis=0).sum())
         return overlaps + bool(not joined and away[index] > away.min())
 

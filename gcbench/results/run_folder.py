@@ -108,9 +108,9 @@ class RunFolder:
 
     def remove_unless_begun(self) -> None:
         """Delete the folder of a run that failed before its first record, checkpoint or capture."""
-        left = ("config.json", "provenance.json", LOCK)
         with contextlib.suppress(OSError):
-            if {path.name for path in self.folder.iterdir()} <= set(left):
+            names = {path.name for path in self.folder.iterdir()}
+            if names <= {"config.json", "provenance.json", LOCK}:
                 shutil.rmtree(self.folder)
 
     def _object(self, name: str) -> dict[str, Any]:

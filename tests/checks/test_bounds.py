@@ -436,7 +436,7 @@ def test_the_command_prints_rows_saves_them_and_draws(tmp_path, only_small) -> N
 
 
 def test_rows_of_a_claim_share_a_line_where_there_are_many(monkeypatch, tmp_path) -> None:
-    """208 lines made a picture of 4,560 x 5,280 pixels. Each row is drawn once all the same."""
+    """302 lines made a picture of 4,560 x 5,280 pixels. Each row is drawn once all the same."""
     path = ROOT / "results/bounds-cifarnet.json"
     analysis = measuring.parse(json.loads(path.read_text()), path)
     rows = [*analysis.table("claims").rows, *analysis.table("gradients").rows]

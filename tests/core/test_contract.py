@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from gcbench import ops
 from gcbench.checks import calls, cases, inputs, payloads, processes, properties
 from gcbench.checks.adversary import Search
-from gcbench.core import codec, registry
+from gcbench.core import codec, compressor, registry
 from gcbench.core.compressor import (
     Compressor,
     Context,
@@ -320,7 +320,7 @@ def test_a_wrong_method_is_found():
             assert Search(method, EFFORT, shrink=0).run() != []
 
 
-def test_compress_computes_segments_once_per_shape_and_group_size() -> None:
+def test_compress_computes_segments_once_per_shape_and_group_size(monkeypatch) -> None:
     """In groups of 32 that took six times as long as the encoding of 4 million elements."""
     method, x = registry.compressor("mxfp8"), torch.randn(40, 9)
     first = method.compress(x)
@@ -328,3 +328,5 @@ def test_compress_computes_segments_once_per_shape_and_group_size() -> None:
     for other in (method.compress(x.T), registry.compressor("nvfp4").compress(x)):
         assert other.context.segments is not first.context.segments
     assert torch.equal(method.decompress(first), method.decompress(method.compress(x)))
+    monkeypatch.setattr(compressor, "CACHED", x.numel() - 1)
+    assert method.compress(x).context.segments is not first.context.segments

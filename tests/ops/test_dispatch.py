@@ -309,7 +309,7 @@ def test_an_operation_is_defined_once():
 @pytest.mark.parametrize(
     ("isa", "explicit"), [("none", ""), ("none", "ops.use('auto');"), ("", "")]
 )
-def test_torch_in_place_of_kernels_is_no_secret(isa, explicit):
+def test_a_missing_native_library_causes_one_warning(isa, explicit):
     """One warning, with the reason, unless the program chose its backend or there are kernels."""
     if not isa and not native.status()[0]:
         pytest.skip(native.status()[1])

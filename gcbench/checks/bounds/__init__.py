@@ -486,17 +486,17 @@ def draw(analysis: Analysis, path: Path) -> None:
 
     rows = [*analysis.table("claims").rows, *analysis.table("gradients").rows]
     places = list(dict.fromkeys(str(row["place"]) for row in rows)) or [codec_claims.PLACE]
-    panels_of = [[row for row in rows if row["place"] == place] for place in places]
-    shared = max(map(len, panels_of)) > MANY
-    lines = [_lines(of, shared=shared) for of in panels_of]
+    by_place = [[row for row in rows if row["place"] == place] for place in places]
+    shared = max(map(len, by_place)) > MANY
+    lines = [_lines(members, shared=shared) for members in by_place]
     longest = max(map(len, lines))
     palette = seaborn.color_palette("colorblind")
     colours = {verdict: palette[place] for verdict, place in COLOURS.items()}
     width, height = (6.5, 0.6) if shared else (9.5, 0.3)
     with figures.canvas(width * len(places), 2.6 + height * longest) as figure:
         panels = figure.subplots(1, len(places), squeeze=False)[0]
-        for axes, place, of in zip(panels, places, lines, strict=True):
-            _panel(axes, of, longest, colours)
+        for axes, place, labelled in zip(panels, places, lines, strict=True):
+            _panel(axes, labelled, longest, colours)
             axes.set_title(textwrap.fill(place, 40))
         verdicts = [row["verdict"] for row in rows]
         symbols = [
@@ -527,7 +527,7 @@ def _lines(rows: Sequence[Row], *, shared: bool) -> list[tuple[str, list[Row]]]:
     claims: dict[str, list[Row]] = {}
     for row in rows:
         claims.setdefault(_group(str(row["claim"])).rstrip("/"), []).append(row)
-    return [(f"{claim} ({len(of)})", of) for claim, of in claims.items()]
+    return [(f"{claim} ({len(members)})", members) for claim, members in claims.items()]
 
 
 def _panel(
