@@ -60,7 +60,7 @@ def advise(
         here = measuring.measure(chosen, device, out.results, out.progress.value, force=out.force)
         if here is None:
             return  # worker 0 prints
-        job, changes = job._replace(kernels=str(here.kernels)), here.changes()
+        job, changes = job._replace(kernels=str(here.kernels)), here.changes
     places = runs if runs is not None else advice.default_places(RUNS)
     settings = job.settings(
         advice.Settings,

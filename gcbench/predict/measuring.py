@@ -28,17 +28,8 @@ class Here(NamedTuple):
 
     kernels: Path
     """A file for --kernels."""
-    gbit: float
-    """Achieved rate of a ring all-reduce, 10^9 bits per second."""
-    latency_us: float
-    """Microseconds per message of the ring."""
-    workers: int
-
-    def changes(self) -> dict[str, object]:
-        """Return the link as changes of a cluster's settings."""
-        link = {"inter.gbit": self.gbit, "inter.latency_us": self.latency_us}
-        note = f"measured by all-reduces among {self.workers} ranks of torchrun"
-        return {**link, "transport": "achieved", "note": note} if rank.by_torchrun() else {}
+    changes: dict[str, object]
+    """The link between the ranks of torchrun, as changes of a cluster's settings; else empty."""
 
 
 def measure(
@@ -50,6 +41,7 @@ def measure(
 
     Raises:
         GcbenchError: the first error of any worker.
+        UsageError: under torchrun, no link can be fitted (`link`).
     """
     chosen = settings.make(
         compressors=",".join(["none", *specs]),
@@ -70,7 +62,12 @@ def measure(
         analysis.save(result, results)
     path = results / result.name / TIMES
     path.write_text(json.dumps(analysis.document(result)))
-    return Here(path, *link(result), chosen.workers)
+    if not rank.by_torchrun():
+        return Here(path, {})
+    gbit, latency_us = link(result)
+    note = f"measured by all-reduces among {chosen.workers} ranks of torchrun"
+    changes = {"inter.gbit": gbit, "inter.latency_us": latency_us, "note": note}
+    return Here(path, {**changes, "transport": "achieved"})
 
 
 def link(result: analysis.Analysis) -> tuple[float, float]:
@@ -86,8 +83,8 @@ def link(result: analysis.Analysis) -> tuple[float, float]:
     if last <= first:
         raise UsageError(
             f"--measure: an all-reduce of {large:.0f} bytes took {last:.2g} s, one of {small:.0f} "
-            f"bytes {first:.2g} s; repeat it on an idle machine, or give the link: --cluster-set "
-            "inter.gbit=10"
+            f"bytes {first:.2g} s; repeat it on an idle machine, or give the link in place of "
+            "--measure: --cluster-set inter.gbit=10"
         )
     moved = 2 * (workers - 1) / workers
     rate = moved * (large - small) / (last - first)
