@@ -333,7 +333,14 @@ def _labels(
         groups.setdefault(label.name if label else run.summary.compressor_name, []).append(i)
     labels = [""] * len(runs)
     methods = declared.Methods()
-    in_tags = _keys_of_tags(frozenset(varying))
+    apart = [key for key in varying if key in choices or key not in METHOD_KEYS]
+    places = [canonical({key: config.get(key) for key in apart}) for config in configs]
+    in_tags = {
+        place: _keys_of_tags(
+            _varying([config for config, its in zip(configs, places, strict=True) if its == place])
+        )
+        for place in places
+    }
     for name, group in groups.items():
         every = {i: fields(runs[i].summary) for i in group}
         differing = _varying(list(every.values()))
@@ -363,24 +370,23 @@ def _labels(
                 words.append("dense-last")
             if config.get("dense_below"):
                 words.append(f"dense<{config['dense_below']}")
-            tags = _tags(config, method, [key for key in in_tags if key not in in_label])
+            tags = _tags(config, method, [key for key in in_tags[places[i]] if key not in in_label])
             if len(digests) > 1:
                 tags.append(f"source {sources(run.summary).get('compressor', '')[:6]}")
             labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
-    apart = [key for key in varying if key in choices or key not in METHOD_KEYS]
-    places = [
-        (label, canonical({key: config.get(key) for key in apart}) if apart else "")
-        for config, label in zip(configs, labels, strict=True)
-    ]
-    count = Counter(places)
+    rows = list(zip(labels, places, strict=True))
+    count = Counter(rows)
     return [  # rows with equal short labels get the long ones
-        label if count[place] == 1 else run.summary.compressor
-        for run, label, place in zip(runs, labels, places, strict=True)
+        label if count[label, place] == 1 else run.summary.compressor
+        for run, (label, place) in zip(runs, rows, strict=True)
     ]
 
 
-def _keys_of_tags(varying: frozenset[str]) -> list[str]:
-    """Return the settings that the brackets of a label may have."""
+def _keys_of_tags(varying: Sequence[str]) -> list[str]:
+    """Return the settings that the brackets of a label may have.
+
+    `varying`: the keys in which the rows of the same context and choices differ.
+    """
     return [
         key
         for key, role in ROLES.items()

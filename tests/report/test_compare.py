@@ -246,6 +246,16 @@ def test_labels_show_what_differs(tmp_path: Path) -> None:
     ]
 
 
+def test_what_follows_from_the_context_is_in_no_label(tmp_path: Path) -> None:
+    short, long = {"steps": 24, "eval_every": 2}, {"steps": 2000, "eval_every": 250}
+    result = table(tmp_path / "a", *(summary("x", **one) for one in (short, long)))
+    assert [row.method for row in result] == ["x", "x"]
+    assert [row.context["steps"] for row in result] == [24, 2000]
+    engines = [summary("x", engine=one, **long) for one in ("simulate", "spawn")]
+    result = table(tmp_path / "b", summary("x", **short), *engines)
+    assert [row.method for row in result] == ["x", "x [simulate]", "x [spawn]"]
+
+
 def test_numbers_sort_as_numbers(tmp_path: Path) -> None:
     result = table(tmp_path, *(summary("none", workers=n) for n in (16, 2, 8)))
     assert [row.context["workers"] for row in result] == [2, 8, 16]
