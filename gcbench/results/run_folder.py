@@ -28,8 +28,13 @@ CHECKPOINTS = ("checkpoint.pt", "checkpoint.previous.pt")
 """The last checkpoint, and the one before it."""
 RUN_FILES = ("config.json", "provenance.json", "metrics.jsonl", "metrics.parquet")
 """The files of a run besides its summary, its checkpoints and its captures."""
+EARLIER = "earlier"
+"""The folder of what an earlier attempt left, from the start of a run to its first step."""
 LOCK = "lock"
 """The file that exists, and is locked, while a process writes to a run."""
+
+_OF_AN_ATTEMPT = ("summary.json", *CHECKPOINTS, CAPTURES, *RUN_FILES)
+"""What a run writes, in an order in which its first files decide whether it can be resumed."""
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
@@ -97,20 +102,35 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def start(self, config: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Write the config and the provenance, and delete all else of an earlier attempt."""
+        """Write the config and the provenance, and set all else of an earlier attempt aside.
+
+        `begin` deletes what is aside; `remove_unless_begun` puts it back.
+        """
+        aside = self.folder / EARLIER
+        for name in _OF_AN_ATTEMPT:
+            # What is aside already belongs to the last attempt that began.
+            if os.path.lexists(self.folder / name) and not os.path.lexists(aside / name):
+                with explained(self.folder / name):
+                    aside.mkdir(exist_ok=True)
+                    (self.folder / name).rename(aside / name)
         write_atomically(self.folder / "config.json", _json(config))
         write_atomically(self.folder / "provenance.json", _json(provenance))
-        for name in ("summary.json", *CHECKPOINTS, "metrics.jsonl", "metrics.parquet"):
-            with explained(self.folder / name):
-                (self.folder / name).unlink(missing_ok=True)
-        with explained(self.folder / CAPTURES), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.folder / CAPTURES)
+
+    def begin(self) -> None:
+        """Delete what `start` set aside: this attempt takes its first step."""
+        with explained(self.folder / EARLIER), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / EARLIER)
 
     def remove_unless_begun(self) -> None:
-        """Delete the folder of a run that failed before its first record, checkpoint or capture."""
+        """Restore what `start` set aside, or delete a folder without records; after a failure."""
+        aside = self.folder / EARLIER
         with contextlib.suppress(OSError):
-            names = {path.name for path in self.folder.iterdir()}
-            if names <= {"config.json", "provenance.json", LOCK}:
+            if aside.exists():
+                for name in reversed(_OF_AN_ATTEMPT):  # the summary, which ends a run, last
+                    if os.path.lexists(aside / name):
+                        (aside / name).replace(self.folder / name)
+                aside.rmdir()
+            elif {path.name for path in self.folder.iterdir()} <= {*RUN_FILES[:2], LOCK}:
                 shutil.rmtree(self.folder)
 
     def _object(self, name: str) -> dict[str, Any]:

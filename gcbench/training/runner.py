@@ -284,7 +284,7 @@ class Runner:
                 run.finish(configuration.failed(config, run, error))
                 self._add_row(run, run.summary or {})
                 raise
-            except GcbenchError:
+            except (GcbenchError, KeyboardInterrupt):
                 run.remove_unless_begun()
                 raise
         summary = run.summary

@@ -287,6 +287,40 @@ def test_missing_data_without_a_network(tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == [], "`compare` would call it unfinished"
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_force_keeps_the_earlier_results_until_the_first_step(tmp_path, monkeypatch, finished):
+    """`--force` with data that cannot be read loses neither a summary nor a checkpoint."""
+    settings = ["run", "--task", "digits", "--steps", 6, "--log-every", 1, "--results", tmp_path]
+    with monkeypatch.context() as patch:
+        if not finished:
+            patch.setattr("gcbench.training.train.Trainer._pause", lambda *_: "stop")
+        assert invoke(*settings).code == (0 if finished else 130)
+    (run,) = tmp_path.iterdir()
+
+    def files():
+        return {path.relative_to(run): path.read_bytes() for path in run.rglob("*.*")}
+
+    before = files()
+    assert Path("summary.json" if finished else "checkpoint.pt") in before
+
+    def unreadable(*_):
+        raise GcbenchError("no such data")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gcbench.training.train.Trainer._resume", unreadable)
+        assert invoke(*settings, "--force").code == 1
+        assert files() == before
+        (run / "earlier").mkdir()  # as a process leaves it that was killed before its first step
+        for name in before:
+            (run / name).rename(run / "earlier" / name)
+        (run / "provenance.json").write_text("{}")
+        assert invoke(*settings, "--force").code == 1
+        assert files() == before
+    assert invoke(*settings, "--force").code == 0
+    assert not (run / "earlier").exists()
+    assert (run / "summary.json").exists()
+
+
 def test_a_run_that_fails_later_keeps_its_records(tmp_path, monkeypatch):
     settings = ("run", "--task", "digits", "--steps", "4", "--log-every", "1")
 
