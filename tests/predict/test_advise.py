@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from builders import summary
 from builders import write as write_runs
-from commands import invoke
+from commands import PATIENCE, invoke
 from torch import nn
 
 from gcbench.core import registry
@@ -1088,3 +1089,30 @@ def test_measured_kernels_replace_the_assumed_ones(
     assert result.json["settings"]["cluster"]["inter"]["gbit"] == 1
     refused = invoke("advise", *words, *where, "--kernels", "m.json")
     assert (refused.code, "m.json" in refused.err) == (2, True)
+
+
+def test_under_torchrun_the_link_between_its_ranks_is_measured(
+    programs: Any, tmp_path: Path, stored: Path
+) -> None:
+    """By hand from the stored times: a ring of two sends each byte once.
+
+    On a busy machine the larger all-reduce may not be slower; then no link is invented.
+    """
+    words = ("advise", "--measure", "--compressor", "terngrad", "--runs", stored, *SLOW[2:])
+    where = ("--results", tmp_path / "a", "--progress", "none", "--json")
+    job = ("torchrun", "--standalone", "--nproc-per-node", 2, "-m", "gcbench", *words, *where)
+    environment = {"OMP_NUM_THREADS": "1"}
+    done = programs.shell(shlex.join(map(str, job)), tmp_path, PATIENCE, **environment)
+    (times,) = (tmp_path / "a").glob("*/times.json")
+    measured = load(times.parent).table("transfers").rows
+    seconds = {row["size"]: row["p50"] for row in measured if row["collective"] == "all_reduce"}
+    (small, first), (large, last) = sorted(seconds.items())
+    if last <= first:
+        assert done.returncode != 0
+        assert "repeat it on an idle machine" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    inter = answer["settings"]["cluster"]["inter"]
+    assert inter["gbit"] == pytest.approx(8e-9 * (large - small) / (last - first))
+    assert answer["settings"]["kernels"] == str(times)
