@@ -503,6 +503,7 @@ def test_an_interrupted_force_says_which_results_are_of_before(tmp_path, monkeyp
     assert invoke(*words).code == 0
 
     def stop(self, config, run, threads=None):
+        run.begin()
         raise Interrupted("stopped after step 1 of 4")
 
     monkeypatch.setattr(Runner, "_engine", stop)
