@@ -650,7 +650,8 @@ def _context_order(key: str) -> tuple[int, str]:
 def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows with their places in their tier and budget, and whether one beats them.
 
-    See `ranks.places` and `ranks.pairwise`. A tier in which a row has open settings is not ranked.
+    See `ranks.places` and `ranks.pairwise`. A tier is not ranked while one of its rows has open
+    settings or too few runs, because the places of the others depend on it.
     """
     import pandas as pd
 
@@ -660,7 +661,8 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
             groups.setdefault(canonical([row.tier, row.context]), []).append(i)
     ranked_rows = list(rows)
     for members in groups.values():
-        if any(rows[i].settings_open for i in members):
+        runs = [rows[i].n + len(rows[i].failed) for i in members]
+        if any(rows[i].settings_open for i in members) or min(runs) < ranks.LEAST_SEEDS:
             for i in members:
                 ranked_rows[i] = replace(ranked_rows[i], rank="-")
             continue

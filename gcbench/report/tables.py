@@ -198,7 +198,8 @@ def _tier_notes(rows: Sequence[ComparisonRow]) -> list[str]:
         sentences.append(
             "rank: the possible places within the tier, by paired intervals over at least 5 seeds "
             "(95 % for all pairs together, including rows that are not shown). Indistinguishable "
-            "methods have overlapping places; -: too few seeds, or open settings in the tier."
+            "methods have overlapping places; -: a method of the tier has too few seeds, or open "
+            "settings."
         )
     if note := open_note(rows):
         sentences.append(note)

@@ -540,6 +540,17 @@ def table(tmp_path: Path, **accuracies: list[float]) -> dict[str, compare.Compar
     return {row.first.compressor_name: row for row in compare.ranked(tier)}
 
 
+def test_a_tier_is_not_ranked_before_all_of_its_methods_have_their_seeds(tmp_path):
+    """The worse of two methods with five seeds was "1-2" beside a better one with three."""
+    good, bad = [0.8, 0.81, 0.79, 0.8, 0.8], [0.6, 0.61, 0.59, 0.62, 0.6]
+    early = table(tmp_path, topk=good[:3], onebit=bad, qsgd=bad[::-1])
+    assert {row.rank for row in early.values()} == {"-"}
+    complete = table(tmp_path, topk=good, onebit=bad, qsgd=bad[::-1])
+    assert {name: row.rank for name, row in complete.items()} == {
+        **{"topk": "1", "onebit": "2-3", "qsgd": "2-3"},
+    }
+
+
 def test_methods_within_each_other_s_interval_are_tied(tmp_path):
     results = table(
         tmp_path,
