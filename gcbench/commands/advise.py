@@ -51,12 +51,20 @@ def advise(
     models: the answer is what to try, not a guarantee.
     """
     from gcbench.predict import advice, measuring
+    from gcbench.training import grid, rank
 
     chosen = compressed(job.compressor)
     changes: dict[str, object] = {}
     if measure:
         if job.kernels != "assumed":
             raise UsageError(f"--measure and --kernels {job.kernels} exclude each other: give one")
+        if rank.by_torchrun():
+            given = dict(grid.pairs("--cluster-set", job.cluster_set))
+            for key in sorted(given.keys() & measuring.FITTED):
+                raise UsageError(
+                    f"--cluster-set {key}={given[key]}: under torchrun --measure measures this; "
+                    "leave one of the two out"
+                )
         here = measuring.measure(chosen, device, out.results, out.progress.value, force=out.force)
         if here is None:
             return  # worker 0 prints

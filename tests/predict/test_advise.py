@@ -1116,3 +1116,16 @@ def test_under_torchrun_the_link_between_its_ranks_is_measured(
     inter = answer["settings"]["cluster"]["inter"]
     assert inter["gbit"] == pytest.approx(8e-9 * (large - small) / (last - first))
     assert answer["settings"]["kernels"] == str(times)
+
+
+def test_a_link_is_given_or_measured_not_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The given one had replaced the measured one under the note that it was measured."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(measuring, "measure", lambda *_, **__: pytest.fail("nothing is measured"))
+    for key in measuring.FITTED:
+        words = ("--measure", "--cluster-set", f"{key}=10", "--results", tmp_path)
+        refused = invoke("advise", *words)
+        assert refused.code == 2
+        assert f"--cluster-set {key}=10" in refused.err
