@@ -287,9 +287,14 @@ def test_missing_data_without_a_network(tmp_path, monkeypatch):
     assert list((tmp_path / "runs").iterdir()) == [], "`compare` would call it unfinished"
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(GcbenchError("no data"), 1), (KeyboardInterrupt, 130)]
+)
 @pytest.mark.parametrize("finished", [True, False])
-def test_force_keeps_the_earlier_results_until_the_first_step(tmp_path, monkeypatch, finished):
-    """`--force` with data that cannot be read loses neither a summary nor a checkpoint."""
+def test_force_keeps_the_earlier_results_until_the_first_step(
+    tmp_path, monkeypatch, finished, error, code
+):
+    """`--force` with unreadable data, or Ctrl-C, loses neither a summary nor a checkpoint."""
     settings = ["run", "--task", "digits", "--steps", 6, "--log-every", 1, "--results", tmp_path]
     with monkeypatch.context() as patch:
         if not finished:
@@ -303,18 +308,18 @@ def test_force_keeps_the_earlier_results_until_the_first_step(tmp_path, monkeypa
     before = files()
     assert Path("summary.json" if finished else "checkpoint.pt") in before
 
-    def unreadable(*_):
-        raise GcbenchError("no such data")
+    def before_the_first_step(*_):
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("gcbench.training.train.Trainer._resume", unreadable)
-        assert invoke(*settings, "--force").code == 1
+        patch.setattr("gcbench.training.train.Trainer._resume", before_the_first_step)
+        assert invoke(*settings, "--force").code == code
         assert files() == before
         (run / "earlier").mkdir()  # as a process leaves it that was killed before its first step
         for name in before:
             (run / name).rename(run / "earlier" / name)
         (run / "provenance.json").write_text("{}")
-        assert invoke(*settings, "--force").code == 1
+        assert invoke(*settings, "--force").code == code
         assert files() == before
     assert invoke(*settings, "--force").code == 0
     assert not (run / "earlier").exists()
