@@ -334,11 +334,8 @@ MOST_PLACES = 20
 """Lines on machines and versions below a section."""
 
 
-def _omitted(one: Compared, *, drawn: bool) -> str:
-    """Return a sentence on the rows and commands that the section leaves out, "" without any.
-
-    `drawn`: whether the section has a picture.
-    """
+def _omitted(one: Compared) -> str:
+    """Return a sentence on the rows and commands that the section leaves out, "" without any."""
     count = len(one.rows)
     parts = []
     if count > len(one.shown):
@@ -346,8 +343,6 @@ def _omitted(one: Compared, *, drawn: bool) -> str:
             f"{len(one.shown)} of {count:,} rows are shown: in turn the best of each tier and "
             "budget, and its uncompressed runs. `gcbench compare --format csv` has all of them."
         )
-    if drawn and count > tables.MOST_POINTS:
-        parts.append(f"The picture has the best {tables.FEW_POINTS}.")
     if any(len(row.runs) > MOST_SEEDS for row in one.shown):
         parts.append(f"Commands: of the first {MOST_SEEDS} seeds per row.")
     return " ".join(parts)
@@ -376,7 +371,7 @@ def _section(one: Compared, *lead: str, of_times: bool) -> Section:
     """Return the section of the times, or of the rest, with its table; the method comes first."""
     constants, rows = tables.constants(one.shown)
     same = constants and f"All rows: {constants}."
-    sentences = [budget(one), _omitted(one, drawn=not of_times), same, *lead]
+    sentences = [budget(one), _omitted(one), same, *lead]
     section = Section(one.title, lead=[*filter(None, sentences)], task=one.task, where=_where(one))
     groups = tables.groups(rows)
     settings = list(groups["which"])
@@ -408,13 +403,20 @@ def _section(one: Compared, *lead: str, of_times: bool) -> Section:
 def accuracy(one: Compared) -> Section:
     """Return the section of runs that are compared: picture, and the method first in each row."""
     section = _section(one, "; ".join(one.beside.unmade()) if one.beside else "", of_times=False)
-    if any(row.tier is not None and row.mean is not None for row in one.rows):
-        drawn = tables.drawn(one.rows)
+    tiered = [row for row in one.rows if row.tier is not None and row.mean is not None]
+    alike = list(one.rows)
+    if tiered:
+        first = tables.largest_budget(tiered)[0]
+        alike = [row for row in one.rows if row.context == first.context]
+    drawn = tables.drawn(alike)
+    if len(alike) < len(one.rows):
+        section.lead = [*section.lead, f"The picture has the rows of {first.place}."]
+    if len(drawn) < len(alike):
+        section.lead = [*section.lead, f"The picture has the best {len(drawn)}."]
+    if tiered:
         section.picture = _picture(lambda path: tier_plot.draw(drawn, one.title, path))
     else:
-        runs = one.runs
-        if len(one.rows) > tables.MOST_POINTS:
-            runs = [run for row in tables.drawn(one.rows) for run in row.runs]
+        runs = [run for row in drawn for run in row.runs]
         section.picture = _picture(lambda path: run_plots.draw(runs, path))
     return section
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gcbench.core.values import canonical
 from gcbench.report import tables
 from gcbench.report.analysis import Analysis
 from gcbench.report.compare import ComparisonRow
@@ -89,10 +88,7 @@ def front(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
     Of rows with equal results, such as those of two engines, the first stands for all.
     """
-    budgets: dict[str, list[ComparisonRow]] = {}
-    for row in rows:
-        budgets.setdefault(canonical(row.context), []).append(row)
-    largest = max(budgets.values(), key=lambda alike: (len(alike), alike[0].first.steps))
+    largest = tables.largest_budget(rows)
     distinct: dict[tuple[object, ...], ComparisonRow] = {}
     for row in largest if len(largest) > 1 else ():
         if row.on_front:

@@ -675,6 +675,14 @@ def best(rows: Sequence[ComparisonRow], most: int) -> list[ComparisonRow]:
     return [rows[place] for place in sorted(place for *_, place in sorted(ordered)[:most])]
 
 
+def largest_budget(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """Return the rows of the budget that has most rows, then most steps."""
+    budgets: dict[str, list[ComparisonRow]] = {}
+    for row in rows:
+        budgets.setdefault(canonical(row.context), []).append(row)
+    return max(budgets.values(), key=lambda alike: (len(alike), alike[0].first.steps))
+
+
 def drawn(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows that a picture has: all, or of very many the best."""
     return list(rows) if len(rows) <= MOST_POINTS else best(rows, FEW_POINTS)

@@ -19,6 +19,7 @@ from gcbench.report import summary as page_summary
 from gcbench.report.analysis import Analysis, Shown, Table
 from gcbench.report.rendering import Column
 from gcbench.report.tables import PAYLOAD
+from gcbench.results import rows as stored
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -446,6 +447,24 @@ def test_rows_of_a_parquet_file_are_reported_with_their_suite(tmp_path: Path) ->
     for name in ("main-language", "terngrad-table1"):
         assert any(heading.startswith(f"{name}: ") for heading in page.headings)
     assert "rank" in page.accuracy()[0]
+
+
+@pytest.mark.usefixtures("pictures")
+def test_a_suite_of_two_budgets_has_the_picture_of_the_larger_one(tmp_path: Path) -> None:
+    every = stored.read(ROOT / "results/reference/main.parquet")
+    long = [row for row in every if row["seed"] == 0 and row["compressor_name"] in ("none", "qsgd")]
+    assert {row["steps"] for row in long} == {2000}
+    short = [
+        {**row, "steps": 300, "config": {**row["config"], "steps": 300}}
+        for row in long
+        if row["compressor_name"] == "none"
+    ]
+    stored.write(tmp_path / "rows.parquet", [*short, *long])
+    _, page = reported(tmp_path / "x", tmp_path / "rows.parquet")
+    (place,) = (i for i, name in enumerate(page.accuracy()[0]) if name == "steps")
+    assert {row[place] for row in page.accuracy()[1:]} == {"300", "2000"}
+    assert len(page.sources) == 1
+    assert "The picture has the rows of steps=2000." in (tmp_path / "page.html").read_text()
 
 
 def test_json_of_a_summary_is_as_good_as_a_folder(tmp_path: Path) -> None:
