@@ -764,8 +764,8 @@ def where(
     """Return the runs to make rows of, and whether the row of a run is to be shown.
 
     `conditions`: setting -> the values allowed, as the command line writes them. A condition on the
-    seed selects runs, before means are taken. Every other one selects rows, once they are made: the
-    baseline of a row may be one that is not shown.
+    seed or the task selects runs, before means are taken. Every other one selects rows, once they
+    are made: the baseline of a row may be one that is not shown.
 
     Raises:
         UsageError: a setting that no run has, or values that none has.
@@ -779,8 +779,9 @@ def where(
         if not any(meets(run, key) for run in runs):
             present = {text(settings_of(run).get(key)) for run in runs}
             raise unknown(key, ", ".join(values), present)
-    selected = [run for run in runs if "seed" not in conditions or meets(run, "seed")]
-    later = [key for key in conditions if key != "seed"]
+    first = conditions.keys() & {"seed", "task"}
+    selected = [run for run in runs if all(meets(run, key) for key in first)]
+    later = conditions.keys() - first
 
     def shown(run: Run) -> bool:
         return all(meets(run, key) for key in later)

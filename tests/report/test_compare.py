@@ -895,6 +895,20 @@ def test_a_loss_is_met_from_above(tmp_path: Path) -> None:
     assert row.target_step == 10
 
 
+def test_a_target_is_of_the_task_that_is_chosen(tmp_path: Path) -> None:
+    """The written runs end at an accuracy of 0.89, and at a loss of 0.01."""
+    loss = summary("none", 0, None, task="language")
+    folder = write(tmp_path, *BASE, summary("mine", 0, 0.5), loss)
+    digits = ("compare", folder, "--where", "task=digits", "--json", "--target")
+    assert {row["target"] for row in invoke(*digits, "fp32").json} == {0.89}
+    language = ("compare", folder, "--where", "task=language", "--json", "--target")
+    assert [row["target_step"] for row in invoke(*language, "0.05").json] == [20]
+    (row,) = invoke(*language, "2.5").json
+    assert (row["target"], row["target_step"]) == (2.5, 10)
+    refused = invoke(*digits, "2.5")
+    assert (refused.code, "accuracy in (0, 1]" in refused.err) == (2, True)
+
+
 def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
     folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
     shown = invoke(
