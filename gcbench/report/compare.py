@@ -507,16 +507,20 @@ def order(value: Any) -> tuple[int, float, str]:
 def fp32_target(runs: Sequence[Run]) -> float:
     """Return the target that the uncompressed runs set: the median of their last evaluation.
 
+    Runs that diverged are left out: with NaN parameters they still have an accuracy.
+
     Raises:
         UsageError: there is no uncompressed run with evaluations, or of more than one task.
     """
-    last = []
-    baselines = [run for run in runs if run.summary.compressor_name == BASELINE]
-    for run in baselines:
+    values = []
+    for run in runs:
+        if run.summary.compressor_name != BASELINE or run.summary.failed:
+            continue
         if curve := run.evaluations():
+            loss = curve[-1].get(f"{run.judged_by}_loss", math.inf)
             accuracy = curve[-1].get(f"{run.judged_by}_accuracy")
-            last.append(curve[-1].get(f"{run.judged_by}_loss") if accuracy is None else accuracy)
-    values = [value for value in last if value is not None]
+            if loss is not None:
+                values.append(loss if accuracy is None else accuracy)
     if not values or len({run.summary.task for run in runs}) > 1:
         raise UsageError(
             "--target fp32: uncompressed runs (`none`) of one task expected, with their "

@@ -17,7 +17,7 @@ from commands import ROOT, invoke
 
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import figures, run_plots
-from gcbench.report.compare import rows
+from gcbench.report.compare import level, rows
 from gcbench.report.rendering import Column, fitted
 from gcbench.report.tables import render
 from gcbench.results.reader import load
@@ -907,6 +907,16 @@ def test_a_target_is_of_the_task_that_is_chosen(tmp_path: Path) -> None:
     assert (row["target"], row["target_step"]) == (2.5, 10)
     refused = invoke(*digits, "2.5")
     assert (refused.code, "accuracy in (0, 1]" in refused.err) == (2, True)
+
+
+def test_a_diverged_run_sets_no_target(tmp_path: Path) -> None:
+    stopped = summary("none", 2, None) | {"failed": {"step": 20, "reason": "not finite"}}
+    runs = load([write(tmp_path, summary("none", 0), summary("none", 1), stopped)])
+    for run, curve in zip(runs, ({10: 0.97}, {10: 0.5, 20: None}, {10: 0.1}), strict=True):
+        evaluated(run, curve)
+    assert level("fp32", runs) == 0.97
+    with pytest.raises(UsageError, match="--target fp32"):
+        level("fp32", runs[1:])
 
 
 def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
