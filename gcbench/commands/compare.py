@@ -148,6 +148,10 @@ def compare(
     labelled = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         labelled += groups.get("", [])
+        if chosen is not None and trials:
+            from gcbench.report import suite_match
+
+            labelled = suite_match.with_trials(chosen, labelled)
         groups = {suite: labelled}
     elif (
         len(groups.keys() - {""}) > 1

@@ -148,34 +148,16 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     """
     points = {point.identity: point for point in suite.points()}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
-    tasks = {point.config.task for point in points.values()}
-    by_compressor: dict[str, list[tuple[Point, dict[str, Any]]]] = {}
-    for point in points.values():
-        resolved = point.resolved
-        by_compressor.setdefault(resolved["compressor"], []).append((point, resolved))
-    alike_of: dict[str, list[Point]] = {}
-    """The entries of each configuration, by `Run.method`: all of its seeds have the same."""
+    alike_of = _entries(suite, points.values(), runs)
     runs_of: dict[str, Run] = {}
     for run in runs:
-        if run.summary.task not in tasks:
-            continue
-        if run.method not in alike_of:
-            settings = _recorded(run)
-            among = by_compressor.get(settings["compressor"], ())
-            alike_of[run.method] = [p for p, wanted in among if _same(suite, wanted, settings)]
-        alike = alike_of[run.method]
-        if alike and not run.is_trial:
+        if alike_of[run.method] and not run.is_trial:
             runs_of[run.method] = run
-            continue
-        summary = run.summary.model_dump() if alike else {}
-        for point in alike:
-            if point.tune is not None and point.tune.tries(summary):
-                tried[point.identity][point.tune.trial_of(summary)] = quality(summary)
+        for point, summary in _tried_by(run, alike_of[run.method]):
+            assert point.tune is not None, "the point is tuned"
+            tried[point.identity][point.tune.trial_of(summary)] = quality(summary)
     if not runs_of:
-        raise UsageError(
-            f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
-            f"`gcbench run --suite {suite.asked}`"
-        )
+        raise _none_of(suite, runs)
     matched = {}
     shared: dict[str, Point] = {}
     for method, run in runs_of.items():
@@ -206,6 +188,60 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
             best.add(method)
     matched_runs = [run for run in runs if run.method in matched]
     return Beside(suite, matched_runs, matched, missing, tried, choices, frozenset(best))
+
+
+def with_trials(suite: Suite, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that are entries of the suite, and the trials of these entries.
+
+    Raises:
+        UsageError: none of them is.
+    """
+    alike_of = _entries(suite, suite.points(), runs)
+    members = [
+        run
+        for run in runs
+        if (alike_of[run.method] and not run.is_trial) or any(_tried_by(run, alike_of[run.method]))
+    ]
+    if not members:
+        raise _none_of(suite, runs)
+    return members
+
+
+def _none_of(suite: Suite, runs: Sequence[Run]) -> UsageError:
+    return UsageError(
+        f"no run here is one of suite {suite.name} ({len(runs)} read); make them with "
+        f"`gcbench run --suite {suite.asked}`"
+    )
+
+
+def _entries(suite: Suite, points: Iterable[Point], runs: Sequence[Run]) -> dict[str, list[Point]]:
+    """Return the entries that each configuration belongs to, by `Run.method`."""
+    by_compressor: dict[tuple[str, str], list[tuple[Point, dict[str, Any]]]] = {}
+    for point in points:
+        key = point.config.task, point.resolved["compressor"]
+        by_compressor.setdefault(key, []).append((point, point.resolved))
+    alike_of: dict[str, list[Point]] = {}
+    for run in runs:
+        if run.method not in alike_of:
+            among = by_compressor.get((run.summary.task, run.summary.compressor_name))
+            settings = _recorded(run) if among else {}
+            alike_of[run.method] = [
+                point for point, wanted in among or () if _same(suite, wanted, settings)
+            ]
+    return alike_of
+
+
+def _tried_by(run: Run, alike: Sequence[Point]) -> Iterator[tuple[Point, dict[str, Any]]]:
+    """Yield the entries, among those of a configuration, of which a run is a trial.
+
+    With each comes the run's summary.
+    """
+    if not (alike and run.is_trial):
+        return
+    summary = run.summary.model_dump()
+    for point in alike:
+        if point.tune is not None and point.tune.tries(summary):
+            yield point, summary
 
 
 def _chooses(point: Point, tried: Mapping[str, Mapping[Trial, float]], run: Run) -> bool:

@@ -20,6 +20,7 @@ from gcbench.report import figures, run_plots
 from gcbench.report.compare import level, rows
 from gcbench.report.rendering import Column, fitted
 from gcbench.report.tables import render
+from gcbench.results import rows as stored
 from gcbench.results.reader import load
 from gcbench.stats import intervals, seeds
 
@@ -1077,6 +1078,25 @@ def test_80_columns_cut_no_interval_and_no_mark(tmp_path: Path, monkeypatch, see
     for mark in "†‡":
         assert (mark in table) == (f"{mark}:" in notes)
     assert "‡" in table
+
+
+def test_trials_of_a_suite_are_those_of_its_entries(tmp_path: Path) -> None:
+    """Runs of other suites and tasks, and trials by another rule, are left out."""
+    every = stored.read(ROOT / "results/reference/main.parquet")
+    plain = [row for row in every if row["compressor_name"] == "none"]
+    of_suite = [row for row in plain if not row["config"]["test"]]
+    other = {**of_suite[0], "seed": 77, "config": {**of_suite[0]["config"], "seed": 77}}
+    stored.write(tmp_path / "rows.parquet", [*plain, other])
+    places = (
+        write(tmp_path / "mine", *BASE),
+        tmp_path / "rows.parquet",
+        ROOT / "results/reference/nanogpt.parquet",
+    )
+    result = invoke("compare", *places, "--suite", "main", "--trials", "--json").json
+    assert {row["task"] for row in result} == {"cifar10"}
+    assert sum(row["n"] + row["failed"] for row in result) == len(plain)
+    refused = invoke("compare", *places[::2], "--suite", "main", "--trials")
+    assert (refused.code, "no run here is one of suite main" in refused.err) == (2, True)
 
 
 def test_the_user_s_rows_come_before_those_of_a_suite(tmp_path: Path, monkeypatch) -> None:
