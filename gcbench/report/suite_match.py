@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
@@ -275,14 +276,16 @@ def _choices(
 def _recorded(run: Run) -> dict[str, Any]:
     """Return what a run says of its settings, the defaults of its task and memory filled in.
 
-    Rows of third parties may leave settings out.
+    Rows of third parties may leave settings out, and have a memory that is not installed here.
     """
     names = {"compressor": run.summary.compressor_name, "memory": run.config["memory"]}
     config = {**recorded(run.summary), **names}
-    usual = {
+    usual: dict[str, dict[str, Any]] = {
         "task_options": _defaults(registry.task_class(run.summary.task)),
-        "memory_options": _defaults(registry.memory_class(config["memory"])),
+        "memory_options": {},
     }
+    with suppress(UsageError):
+        usual["memory_options"] = _defaults(registry.memory_class(config["memory"]))
     nested = {key: defaults | (config.get(key) or {}) for key, defaults in usual.items()}
     return {**config, **nested, "options": fields(run.summary)}
 

@@ -1080,6 +1080,17 @@ def test_80_columns_cut_no_interval_and_no_mark(tmp_path: Path, monkeypatch, see
     assert "‡" in table
 
 
+def test_a_memory_that_is_not_installed_is_of_no_suite(tmp_path: Path) -> None:
+    every = stored.read(ROOT / "results/reference/main.parquet")
+    plain = [row for row in every if row["compressor_name"] == "none"]
+    mine = {**plain[-1], "suite": "", "config": {**plain[-1]["config"], "memory": "mine"}}
+    stored.write(tmp_path / "a.parquet", plain)
+    stored.write(tmp_path / "b.parquet", [*plain, mine])
+    words = ("--suite", "main", "--json")
+    without = invoke("compare", tmp_path / "a.parquet", *words).json
+    assert invoke("compare", tmp_path / "b.parquet", *words).json == without
+
+
 def test_trials_of_a_suite_are_those_of_its_entries(tmp_path: Path) -> None:
     """Runs of other suites and tasks, and trials by another rule, are left out."""
     every = stored.read(ROOT / "results/reference/main.parquet")
