@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,29 +66,27 @@ def _quality(
 ) -> list[Mark]:
     """Draw the final metric against payload bytes and return the marks, to be labelled.
 
-    Rows without a finished seed are drawn at the lower edge.
+    Rows without a finished seed have no payload per step: they are named below the axis.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     percent = 100 if panel[0].metric == "accuracy" else 1
-    sizes = [row.payload for row in panel]
     bands = {row.band for row in panel if row.is_baseline and row.band}
     band = bands.pop() if len(bands) == 1 else None  # of one budget, or it would mislead
     if band:
         axes.axhspan(percent * band[0], percent * band[1], color="0.5", alpha=0.2, lw=0)
     marks = []
-    texts = [(_shown(row), str(i) if len(panel) > MANY else "") for i, row in enumerate(panel, 1)]
-    for row, size, text in zip(panel, sizes, texts, strict=True):
+    fronts: dict[str, list[tuple[float, float]]] = {}
+    for number, row in enumerate(panel, 1):
         if row.mean is None:
             continue
-        mean, spread = percent * row.mean, percent * (row.sd or 0.0)
+        size, mean, spread = row.payload, percent * row.mean, percent * (row.sd or 0.0)
         look = {**styles[_label(row)], "linestyle": "", "ms": 9, "mec": "white", "mew": 0.7}
         axes.errorbar(size, mean, spread, capsize=4, elinewidth=1.5, **look)
-        marks.append(Mark(size, mean, spread, text[0], look["color"], text[1]))
-    fronts: dict[str, list[tuple[float, float]]] = {}
-    for row, size in zip(panel, sizes, strict=True):
-        if row.on_front and row.mean is not None:
-            fronts.setdefault(canonical(row.context), []).append((size, percent * row.mean))
+        short = str(number) if len(panel) > MANY else ""
+        marks.append(Mark(size, mean, spread, _shown(row), look["color"], short))
+        if row.on_front:
+            fronts.setdefault(canonical(row.context), []).append((size, mean))
     for front in fronts.values():
         axes.plot(*zip(*sorted(front), strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
     low, high = axes.get_ylim()
@@ -95,14 +94,9 @@ def _quality(
         middle = (low + high) / 2
         low, high = middle - LEAST_POINTS / 2, middle + LEAST_POINTS / 2
     room = 0.12 * (high - low)
-    floor = low - room
-    for row, size, text in zip(panel, sizes, texts, strict=True):
-        if row.mean is None:
-            style = styles[_label(row)]
-            axes.plot(size, floor, marker="x", color=style["color"], ms=9, mew=2, ls="")
-            marks.append(Mark(size, floor, 0.0, text[0], style["color"], text[1]))
-    axes.set_ylim(floor - room if any(row.mean is None for row in panel) else floor, high + room)
-    if min(sizes) > 0:
+    axes.set_ylim(low - room, high + room)
+    sizes = [mark.x for mark in marks]
+    if sizes and min(sizes) > 0:
         axes.set_xscale("log")
         axes.set_xlim(min(sizes) / 2.5, max(sizes) * 1.8)
         axes.xaxis.set_major_formatter("{x:g}")
@@ -112,6 +106,8 @@ def _quality(
     legend = "\ngrey: range of the uncompressed seeds" if band else ""
     if any(len(front) > 1 for front in fronts.values()):
         legend += "\ndashed: nothing is better with fewer bytes"
+    if failed := [sanitize.label(_label(row)) for row in panel if row.mean is None]:
+        legend += "\n" + textwrap.fill(f"failed: {tables.listed(failed, 10)}", 60)
     fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
     axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){legend}")
     axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")

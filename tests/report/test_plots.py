@@ -17,14 +17,25 @@ MANY = [*BASE, *(summary(f"method{i}", 0, 0.8 + i / 100) for i in range(run_plot
 
 
 @pytest.fixture
-def panels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function: runs -> the figure of their picture."""
+
+    def of(runs: list[Run]) -> Any:
+        figures_of: list[Any] = []
+        monkeypatch.setattr(figures, "save", lambda figure, path: figures_of.append(figure))
+        run_plots.draw(runs, tmp_path / "x.png")
+        (figure,) = figures_of
+        return figure
+
+    return of
+
+
+@pytest.fixture
+def panels(drawn: Any) -> Any:
     """Return a function: runs -> (left panel, right panel, legend) of a picture, each (x0, x1)."""
 
     def of(runs: list[Run]) -> tuple[tuple[float, float], ...]:
-        drawn: list[Any] = []
-        monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure))
-        run_plots.draw(runs, tmp_path / "x.png")
-        (figure,) = drawn
+        figure = drawn(runs)
         left, right = figure.axes
         legend = right.get_legend().get_window_extent().transformed(figure.transFigure.inverted())
         boxes = left.get_position(), right.get_position(), legend
@@ -62,3 +73,15 @@ def test_one_row_of_panels_with_curves_keeps_the_halves(panels, tmp_path: Path) 
     left, right, legend = panels(both)
     assert right[1] - right[0] == pytest.approx(left[1] - left[0], abs=1e-6)
     assert legend[0] > right[1]
+
+
+def test_rows_without_a_finished_seed_are_named_below_the_axis(drawn, tmp_path: Path) -> None:
+    """The others keep their places and the logarithmic axis."""
+    stopped = {"failed": {"step": 30, "reason": "not finite"}}
+    failed = [summary(name, 0, None) | stopped for name in ("none", "broken")]
+    axes = drawn(load([write(tmp_path / "a", *failed, summary("fine", 0, 0.9))])).axes[0]
+    assert axes.get_xlabel().splitlines()[-1] == "failed: none, broken"
+    assert [text.get_text() for text in axes.texts] == ["fine"]
+    assert axes.get_xscale() == "log"
+    axes = drawn(load([write(tmp_path / "b", *failed)])).axes[0]
+    assert axes.get_xlabel().splitlines()[-1] == "failed: none, broken"
