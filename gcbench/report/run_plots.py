@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gcbench.core.errors import UsageError
-from gcbench.core.values import canonical
+from gcbench.core.values import canonical, text
 from gcbench.report import figures, tables
 from gcbench.report.compare import ComparisonRow, rows
 from gcbench.report.figures import Mark
@@ -169,13 +169,32 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
     )
 
 
+def _title(config: Mapping[str, Any], panels: Sequence[Mapping[str, Any]]) -> str:
+    """Return the task and workers of a row of panels, and the options that others of these vary.
+
+    `panels`: a config of each row of panels.
+    """
+    task, workers = config["task"], config["workers"]
+    alike = [
+        one["task_options"] or {}
+        for one in panels
+        if (one["task"], one["workers"]) == (task, workers)
+    ]
+    options = [
+        f"{key}={text(value)}"
+        for key, value in (config["task_options"] or {}).items()
+        if any(one.get(key) != value for one in alike)
+    ]
+    return f"{' '.join([task, *options])}, {workers} worker{'s' * (workers > 1)}"
+
+
 def draw(runs: Sequence[Run], path: Path) -> None:
     """Write a picture of `runs` to `path`: PNG, SVG or PDF by its ending.
 
-    One row of panels for each task and number of workers. Left: final test accuracy (test loss
-    where the task has none), mean ± sd over seeds, against payload bytes; grey is the band of the
-    uncompressed seeds. Right: the same metric over the steps, mean and range of the seeds. A single
-    seed has neither sd nor range. A panel has the rows of `tables.drawn`.
+    One row of panels for each task with its options, and number of workers. Left: final test
+    accuracy (test loss where the task has none), mean ± sd over seeds, against payload bytes; grey
+    is the band of the uncompressed seeds. Right: the same metric over the steps, mean and range of
+    the seeds. A single seed has neither sd nor range. A panel has the rows of `tables.drawn`.
 
     Raises:
         UsageError: another ending, or no runs.
@@ -193,6 +212,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         sorted(panel, key=lambda row: row.behind) if len(panel) > MANY else panel
         for panel in panels
     ]
+    configs = [panel[0].runs[0].config for panel in panels]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
     width = 17 if any(len(panel) > MANY for panel in panels) else 14
@@ -200,9 +220,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         labels: list[tuple[Axes, list[Mark]]] = []
         grid = figure.subplots(len(panels), 2, squeeze=False)
         for (left, right), panel, candidates in zip(grid, panels, every, strict=True):
-            config = panel[0].runs[0].config
-            many = "s" * (config["workers"] > 1)
-            title = f"{config['task']}, {config['workers']} worker{many}"
+            title = _title(panel[0].runs[0].config, configs)
             counts = [len(row.runs) for row in panel]
             several = max(counts) > 1
             spread = f"mean ± sd, n = {ends(counts)} seeds" if several else "1 seed"

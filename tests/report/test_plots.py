@@ -85,3 +85,16 @@ def test_rows_without_a_finished_seed_are_named_below_the_axis(drawn, tmp_path: 
     assert axes.get_xscale() == "log"
     axes = drawn(load([write(tmp_path / "b", *failed)])).axes[0]
     assert axes.get_xlabel().splitlines()[-1] == "failed: none, broken"
+
+
+def test_panels_of_one_task_are_named_by_the_options_that_differ(drawn, tmp_path: Path) -> None:
+    options = [{"network": name, "classes": 10} for name in ("small", "large")]
+    places = [{"task_options": one, "workers": workers} for workers in (1, 2) for one in options]
+    runs = [summary("none", 0, 0.9, **place) for place in (*places[:1], *places[2:])]
+    figure = drawn(load([write(tmp_path / "runs", *runs)]))
+    titles = [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes[::2]]
+    assert titles == [
+        "digits, 1 worker",
+        "digits network=small, 2 workers",
+        "digits network=large, 2 workers",
+    ]
