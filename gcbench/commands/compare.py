@@ -208,7 +208,7 @@ def compare(
         elif any(row.tier is not None for row in shown):
             tier_plot.draw(shown, title, plot)
         else:
-            run_plots.draw([run for row in shown for run in row.runs], plot)
+            run_plots.draw([run for row in shown for run in row.runs], plot, asked.labels)
         say(f"wrote {plot}")
     end_with(faults)
 

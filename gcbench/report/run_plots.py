@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gcbench.core.errors import UsageError
 from gcbench.core.values import canonical, text
 from gcbench.report import figures, tables
-from gcbench.report.compare import ComparisonRow, rows
+from gcbench.report.compare import ComparisonRow, Label, rows
 from gcbench.report.figures import Mark
 from gcbench.report.rendering import ends
 from gcbench.results import sanitize
@@ -188,13 +188,14 @@ def _title(config: Mapping[str, Any], panels: Sequence[Mapping[str, Any]]) -> st
     return f"{' '.join([task, *options])}, {workers} worker{'s' * (workers > 1)}"
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
+def draw(runs: Sequence[Run], path: Path, names: Sequence[Label] = ()) -> None:
     """Write a picture of `runs` to `path`: PNG, SVG or PDF by its ending.
 
     One row of panels for each task with its options, and number of workers. Left: final test
     accuracy (test loss where the task has none), mean ± sd over seeds, against payload bytes; grey
     is the band of the uncompressed seeds. Right: the same metric over the steps, mean and range of
     the seeds. A single seed has neither sd nor range. A panel has the rows of `tables.drawn`.
+    `names`: the user's names for rows.
 
     Raises:
         UsageError: another ending, or no runs.
@@ -206,7 +207,8 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     places: dict[str, list[Run]] = {}
     for run in sorted(runs, key=lambda run: (run.summary.task, run.summary.workers)):
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
-    every = [rows(part) for part in places.values()]  # labels are unique within a panel
+    # Labels are unique within a panel.
+    every = [rows(part, labels=names) for part in places.values()]
     panels = [tables.drawn(panel) for panel in every]
     panels = [
         sorted(panel, key=lambda row: row.behind) if len(panel) > MANY else panel

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from builders import BASE, summary, write
+from commands import invoke
 
 from gcbench.report import figures, run_plots
 from gcbench.results.reader import Run, load
@@ -98,3 +99,13 @@ def test_panels_of_one_task_are_named_by_the_options_that_differ(drawn, tmp_path
         "digits network=small, 2 workers",
         "digits network=large, 2 workers",
     ]
+
+
+def test_a_picture_has_the_names_that_the_user_gives(tmp_path: Path) -> None:
+    folder = write(tmp_path / "runs", *BASE, summary("mine", 0, 0.9))
+    picture = tmp_path / "x.svg"
+    done = invoke("compare", folder, "--label", "My method=./mine.py", "--plot", picture)
+    assert done.code == 0, done.err
+    text = picture.read_text()
+    assert "<!-- My method -->" in text
+    assert "<!-- mine -->" not in text
