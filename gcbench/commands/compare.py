@@ -137,12 +137,17 @@ def compare(
     if by == MACHINE:
         from gcbench.report import machines, tables
 
+        names = ("target", "trials", "suite", "plot", "sort", "columns", "width", "label")
+        values = (target, trials, suite, plot, sort, columns, width, label)
+        if flags := [f"--{name}" for name, value in zip(names, values, strict=True) if value]:
+            raise UsageError(f"--by machine has one table: remove {', '.join(flags)}")
         meets = comparing.where(runs, asked.conditions)
         chosen_runs = [run for run in meets[0] if meets[1](run)]
         named = dict(zip(paths, places, strict=True))
         output.emit(machines.render(chosen_runs, named, asked.format, tables.columns()))
         end_with(faults)
         return
+    changed = where or by or target or trials or columns or sort or label
     chosen = _load_suite(suite) if suite is not None else None
     groups = per_suite(runs, {} if chosen is None else {chosen.name: chosen.version})
     labelled = [run for name, group in groups.items() if name for run in group]
@@ -153,15 +158,13 @@ def compare(
 
             labelled = suite_match.with_trials(chosen, labelled)
         groups = {suite: labelled}
-    elif (
-        len(groups.keys() - {""}) > 1
-        and plot is None
-        and (_is_short(asked) or not (where or by or target or trials or columns))
-    ):
+    elif (several := len(groups.keys() - {""}) > 1) and plot is None and not changed:
         output.emit(suite_index.index(groups, places, asked.format))
         end_with(faults)
         return
-    elif len(groups) > 1 and (json or plot is not None or format_ is Format.csv):
+    elif (several and _is_short(asked)) or (
+        len(groups) > 1 and (json or plot is not None or format_ is Format.csv)
+    ):
         raise UsageError(
             f"these rows come from {len(groups)} suites and cannot share one table or picture: "
             f"choose with --suite {' or '.join(filter(None, groups))}"

@@ -227,3 +227,11 @@ def test_one_machine_has_nothing_to_agree_with(tmp_path: Path) -> None:
     done = invoke("compare", tmp_path, "--by", "machine")
     assert done.code == 2
     assert "1 machine (one" in done.err
+
+
+def test_a_flag_that_machines_have_no_use_for_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "here", *runs_of("one", ["a"]))
+    write(tmp_path / "there", *runs_of("two", ["a"]))
+    for flag in (("--plot", tmp_path / "x.png"), ("--suite", "main"), ("--sort", "wire")):
+        refused = invoke("compare", tmp_path, "--by", "machine", *flag)
+        assert (refused.code, f"remove {flag[0]}" in refused.err) == (2, True)

@@ -972,6 +972,16 @@ def test_rows_of_several_suites_have_an_index() -> None:
     assert all(name in text for name in names)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("--where", "compressor=none"), ("--by", "workers"), ("--sort", "wire"), ("--trials",)],
+)
+def test_an_index_ignores_no_flag(flags: tuple[str, ...]) -> None:
+    place = ROOT / "results/reference"
+    refused = invoke("compare", place, *flags)
+    assert (refused.code, "choose with --suite" in refused.err) == (2, True)
+
+
 def test_a_memory_that_is_not_the_methods_is_named(tmp_path: Path) -> None:
     """A Lion built from signsgd printed as `signsgd`."""
     lion = summary("signsgd", 0, 0.5)
