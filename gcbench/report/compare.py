@@ -797,8 +797,10 @@ def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]
     """Return the rows by the value of a setting, as text; tiers come with the most bits first.
 
     Raises:
-        UsageError: a setting that no run has.
+        UsageError: a setting that no run has, or the seed where a row has several.
     """
+    if key == "seed" and any(len(row.runs) > 1 for row in rows):
+        raise UsageError("--by seed: rows have several seeds; choose one with --where seed=0")
     groups: dict[str, list[ComparisonRow]] = {}
     tiers = key == "tier" and any(row.tier is not None for row in rows)
     if not tiers:

@@ -930,6 +930,7 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
     assert row["difference"] == pytest.approx(0.01)
     (row,) = invoke("compare", folder, "--where", "seed=1,2", "--json").json
     assert (row["compressor_name"], row["seeds"]) == ("none", [1, 2])
+    assert "seed=2" in invoke("compare", folder, "--by", "seed", "--where", "seed=2").out
     for words, text in [
         (["--where", "worker=2"], "Did you mean 'workers'"),
         (["--where", "workers=3"], "unknown workers '3'. Known: 2, 4"),
@@ -937,6 +938,7 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
         (["--where", "seed=1", "--where", "seed=2"], "each setting once"),
         (["--where", "workers=4", "--where", "compressor=none"], "no row has all of"),
         (["--by", "wrkers"], "Did you mean 'workers'"),
+        (["--by", "seed"], "--where seed="),
     ]:
         refused = invoke("compare", folder, *words)
         assert (refused.code, text in refused.err) == (2, True), refused.err
