@@ -75,7 +75,10 @@ def _target(rows: Sequence[ComparisonRow]) -> list[Column]:
     target = rows[0].target
     if target is None:
         return []
-    name = f"{100 * target:g} %" if rows[0].metric == "accuracy" else f"loss {target:g}"
+    metrics = {row.metric for row in rows}
+    name = f"loss {target:g}" if metrics == {"test_loss"} else f"{100 * target:g} %"
+    if len(metrics) > 1:
+        name = f"{target:g}"
 
     def met(row: ComparisonRow) -> str:
         return f"{row.target_reached} of {row.target_runs}" if row.target_runs else "no curve"

@@ -910,6 +910,15 @@ def test_a_target_is_of_the_task_that_is_chosen(tmp_path: Path) -> None:
     assert (refused.code, "accuracy in (0, 1]" in refused.err) == (2, True)
 
 
+def test_a_target_of_accuracies_and_losses_has_one_heading(tmp_path: Path) -> None:
+    runs = [*BASE, summary("none", 0, None, task="language")]
+    both = rows(load([write(tmp_path, *runs)]), target=0.5)
+    assert "to 0.5:" in render(both)
+    assert "to 50 %:" not in render(both)
+    assert "to 50 %:" in render(both[:1])
+    assert "to loss 0.5:" in render(both[1:])
+
+
 def test_a_diverged_run_sets_no_target(tmp_path: Path) -> None:
     stopped = summary("none", 2, None) | {"failed": {"step": 20, "reason": "not finite"}}
     runs = load([write(tmp_path, summary("none", 0), summary("none", 1), stopped)])
