@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import partial
@@ -227,11 +228,11 @@ def _load_suite(name: str) -> Suite:
 
 
 def _conditions(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each setting in words like workers=2,4."""
+    """Return the values of each setting in words like workers=2,4 or betas=[0.9,0.99]."""
     conditions: dict[str, list[str]] = {}
     for word in arguments:
         key, equals, values = word.partition("=")
         if not (key and equals and values) or key in conditions:
             raise UsageError(f"--where {word!r}: SETTING=VALUE[,VALUE] expected, each setting once")
-        conditions[key] = values.split(",")
+        conditions[key] = re.split(r",(?![^\[{]*[\]}])", values)
     return conditions

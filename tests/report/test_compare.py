@@ -953,6 +953,21 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
         assert (refused.code, text in refused.err) == (2, True), refused.err
 
 
+def test_a_list_is_one_value_of_a_condition(tmp_path: Path) -> None:
+    runs = [summary("none", seed, 0.5) for seed in range(3)]
+    for run, betas in zip(runs, ([0.9, 0.95], [0.9, 0.99], [0.8, 0.99]), strict=True):
+        run["config"] |= {"betas": betas, "task_options": {"sizes": [1, 2]}}
+    folder = write(tmp_path, *runs)
+
+    def seeds_of(condition: str) -> list[int]:
+        result = invoke("compare", folder, "--where", condition, "--json").json
+        return [seed for row in result for seed in row["seeds"]]
+
+    assert seeds_of("betas=[0.9,0.95]") == [0]
+    assert sorted(seeds_of("betas=[0.9,0.99],[0.8,0.99]")) == [1, 2]
+    assert sorted(seeds_of("sizes=[1,2]")) == [0, 1, 2]
+
+
 def test_groups_have_a_table_each(tmp_path: Path) -> None:
     folder = write(tmp_path, *BASE, summary("near", 0, 0.91), summary("near", 0, 0.5, workers=4))
     text = invoke("compare", folder, "--by", "workers").out
