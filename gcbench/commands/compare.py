@@ -148,6 +148,9 @@ def compare(
         output.emit(machines.render(chosen_runs, named, asked.format, tables.columns()))
         end_with(faults)
         return
+    for one in asked.labels:
+        if not any(map(one.fits, runs)):
+            reader.warn(f"--label {one.name}: no run here is of {one.method} with these settings")
     changed = where or by or target or trials or columns or sort or label
     chosen = _load_suite(suite) if suite is not None else None
     groups = per_suite(runs, {} if chosen is None else {chosen.name: chosen.version})

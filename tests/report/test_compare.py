@@ -1059,6 +1059,10 @@ def test_rows_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
     options = ("--label", "lion=signsgd:memory=momentum", "--label", "ours=./somewhere/mine.py")
     result = {row["method"] for row in invoke("compare", folder, *options, "--json").json}
     assert result == {"none", "lion", "signsgd", "ours"}
+    assert "--label" not in invoke("compare", folder, *options).err
+    for unused in ("x=topk", "x=signsgd:memory=momentun"):
+        done = invoke("compare", folder, *options, "--label", unused)
+        assert (done.code, done.err.count("--label"), "--label x:" in done.err) == (0, 1, True)
     for wrong in ("lion", "=signsgd", "lion=", "lion=signsgd:momentum"):
         done = invoke("compare", folder, "--label", wrong)
         assert done.code == 2
