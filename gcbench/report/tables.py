@@ -552,13 +552,15 @@ def in_order(rows: Sequence[ComparisonRow], sort: str) -> list[ComparisonRow]:
     """Return the rows sorted, those without a value last; `sort` as in `Asked`.
 
     Raises:
-        UsageError: an unknown `sort`.
+        UsageError: an unknown `sort`, or "target" without a target.
     """
     if not sort:
         return list(rows)
     name = sort.removeprefix("-")
     if name not in SORTS:
         raise unknown("--sort", name, SORTS)
+    if name == "target" and rows and rows[0].target is None:
+        raise UsageError("--sort target: add --target, e.g. --target 0.9")
     end, value = SORTS[name]
     with_value = [row for row in rows if value(row) is not None]
     falling = (end == "high") != sort.startswith("-")

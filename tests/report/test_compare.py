@@ -727,6 +727,7 @@ def test_rows_are_sorted_the_best_first_and_columns_chosen(tmp_path: Path) -> No
     assert order("--sort", "accuracy") == ["x", "none", "y", "z"]
     assert order("--sort=-accuracy") == ["y", "none", "x", "z"]  # what has none stays last
     assert order("--sort", "payload")[0] == "x"
+    assert set(order("--sort", "target", "--target", "0.9")) == {"x", "y", "z", "none"}
     text = invoke(
         "compare", tmp_path, "--columns", "payload,accuracy,ratio u", "--format", "markdown"
     )
@@ -734,6 +735,7 @@ def test_rows_are_sorted_the_best_first_and_columns_chosen(tmp_path: Path) -> No
     assert head == ["method", "payload MB/step", "accuracy %", "ratio up"]
     for words, message in (
         (["--sort", "acuracy"], "unknown --sort 'acuracy'. Did you mean 'accuracy'?"),
+        (["--sort=-target"], "add --target"),
         (["--columns", "speed"], "unknown --columns 'speed'"),
         (["--columns", "n", "--json"], "json has every field of a row"),
     ):
