@@ -91,9 +91,15 @@ def collect(places: Sequence[Path]) -> Found:
             raise
         except GcbenchError as error:
             contents.faults.append(error)
-    if not (contents.runs or contents.analyses or contents.timings):
+    tested = [run for run in contents.runs if not run.is_trial]
+    if not (tested or contents.analyses or contents.timings):
         if contents.faults:
             raise contents.faults[0]
+        if contents.runs:
+            raise UsageError(
+                "only trials of learning rates here, which have no place on a page; "
+                "`gcbench compare --trials` shows them"
+            )
         names = ", ".join(map(str, places))
         raise UsageError(
             f"no finished run and no analysis in {names}; make some with `gcbench run`, or with "

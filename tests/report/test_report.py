@@ -218,6 +218,13 @@ def test_what_cannot_be_reported(folder: Path) -> None:
     ]:
         refused = invoke("report", *words)
         assert (refused.code, text in refused.err) == (code, True), refused.err
+    trial = recorded("none", 0, None)
+    trial |= {"validation_accuracy": 0.5, "validation_loss": 0.5}
+    trial["config"] |= {"test": False, "holdout": 100}
+    trials = write(folder / "trials", trial)
+    refused = invoke("report", trials, "--output", folder / "x.html")
+    assert (refused.code, "only trials" in refused.err) == (2, True)
+    assert invoke("report", trials, folder / "analyses", "--output", folder / "y.html").code == 0
     head = next(folder.glob("analyses/*/analysis.json"))
     head.write_text(head.read_text().replace('"version": 1', '"version": 7'))
     refused = invoke("report", folder, "--output", folder / "x.html")
