@@ -14,7 +14,7 @@ from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.report.compare import ComparisonRow, ranked
 from gcbench.results.reader import Run, fields, recorded
-from gcbench.training import grid
+from gcbench.training import configuration, grid
 from gcbench.training.suites import Point, Suite
 from gcbench.training.suites.tuning import Trial, decide_among, quality
 
@@ -110,12 +110,16 @@ class Beside:
             if key in grid.NESTED or not all(key in point.resolved for point in points):
                 continue
             wanted, every_value = (
-                list(dict.fromkeys(text(point.resolved[key]) for point in some))
+                list(dict.fromkeys(configuration.word(point.resolved[key]) for point in some))
                 for some in (self.missing, points)
             )
-            if len(wanted) < len(every_value):
-                in_order = filter(wanted.__contains__, every_value)
-                words += [f"--{key.replace('_', '-')}", ",".join(in_order)]
+            if len(wanted) == len(every_value):
+                continue
+            flag = f"--{key.replace('_', '-')}"
+            if isinstance(points[0].resolved[key], bool):
+                words.append(flag if wanted == ["True"] else flag.replace("--", "--no-", 1))
+            else:
+                words += [flag, ",".join(filter(wanted.__contains__, every_value))]
         runs = [run for run in self.runs if run.suite.partition("/")[0] in ("", self.suite.name)]
         steps = {run.summary.steps for run in runs}
         usual = all(self.points[r.method].config.steps == r.summary.steps for r in runs)

@@ -595,15 +595,15 @@ def command(config: Config) -> str:
         flag = "--" + key.replace("_", "-")
         if key in SET_FLAGS:
             for name, setting in value.items():
-                words += [SET_FLAGS[key], f"{name}={_word(setting)}"]
+                words += [SET_FLAGS[key], f"{name}={word(setting)}"]
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
-            words += [flag, registry.spec(value, key) if key == "memory" else _word(value)]
+            words += [flag, registry.spec(value, key) if key == "memory" else word(value)]
     return shlex.join(words)
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
     """Return a setting's value in the form of the command line."""
     if isinstance(value, Mapping):
         return schedule.text(value)

@@ -393,6 +393,16 @@ def match(suite: Path, *result: dict[str, Any]) -> list[float | None]:
     return [expected[r.method].published.accuracy if r.method in expected else -1 for r in runs]
 
 
+@pytest.mark.parametrize("setting", ["dense_last: true", "betas: [[0.8, 0.99]]", "nesterov: false"])
+def test_the_command_of_a_missing_entry_has_its_flags_and_lists(local, setting):
+    text = OWN.replace("lr: 0.1}", "lr: 0.1, momentum: 0.5, nesterov: true}")
+    local.write_text(text + f"  - config: {{compressor: none, workers: 2, {setting}}}\n")
+    *others, missing = parse(f"gcbench run --suite {local}")
+    file = rows_of(local.with_name("rows.json"), *map(row, others))
+    command = compared(file, local, "--details").err.splitlines()[-1].partition(": ")[2]
+    assert [config.hash for config in parse(command)] == [missing.hash]
+
+
 def test_a_run_is_an_entry_by_what_the_suite_sets(local):
     """Budget, engine and machine are free; every other setting must be the entry's."""
     none, tern, *_ = parse(f"gcbench run --suite {local}")
