@@ -154,7 +154,7 @@ def _beside(
 ) -> None:
     """Draw the rows of a panel, methods side by side at each value of the setting `across`."""
     values = [{**row.context, **row.choices}.get(across) for row in rows]
-    places = {canonical(value): None for value in sorted(values, key=order)}
+    places = {canonical(value): text(value) for value in sorted(values, key=order)}
     ticks = list(places)
     for value, row in zip(values, rows, strict=True):
         shift = 0.5 * ((list(looks).index(row.method) + 0.5) / len(looks) - 0.5)
@@ -168,7 +168,7 @@ def _beside(
             axes.plot(x, theirs, marker="D", mfc="none", ls="", zorder=3, color=colour)
             if ours is not None:
                 axes.plot([x, x], [ours, theirs], ls=":", lw=0.8, color=colour)
-    axes.set_xticks(range(len(ticks)), [text(value) for value in sorted(set(values), key=order)])
+    axes.set_xticks(range(len(ticks)), map(sanitize.label, places.values()))
     axes.set_xlim(-0.6, len(ticks) - 0.4)
     axes.set_xlabel(sanitize.label(across.replace("_", " ")))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import BASE, summary, write
+from builders import BASE, summary, summary_of, write
 from commands import ROOT, invoke
 
 from gcbench.core.errors import GcbenchError, UsageError
@@ -23,6 +23,7 @@ from gcbench.report.tables import render
 from gcbench.results import rows as stored
 from gcbench.results.reader import load
 from gcbench.stats import intervals, seeds
+from gcbench.training import suites
 
 NAN = math.nan
 
@@ -795,6 +796,25 @@ def test_a_suites_picture_has_the_published_points(
 
 
 # --- choices, groups, targets, fronts
+
+
+def test_a_suites_picture_may_have_the_options_of_a_task_on_its_axis(tmp_path: Path) -> None:
+    suite = tmp_path / "mine.yaml"
+    suite.write_text(
+        "title: mine\nsource: A paper\nplace: Table 9\ndiffers: It is shorter.\npaper_steps: 9\n"
+        "config: {task: digits, compressor: [none, topk]}\nentries:\n"
+        "  - config: {task_options: {network: mlp}}\n    published: 0.9\n"
+        "  - config: {task_options: {network: conv}}\n    published: 0.8\n"
+    )
+    runs = [
+        summary_of(point.config, test_accuracy=0.5) for point in suites.load(str(suite)).points()
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(runs))
+    picture = tmp_path / "x.svg"
+    done = invoke("compare", tmp_path / "rows.json", "--suite", suite, "--plot", picture)
+    assert done.code == 0, done.err
+    ticks = re.findall(r"<!-- \{.network.:.(\w+).\} -->", picture.read_text())
+    assert set(ticks) == {"mlp", "conv"}
 
 
 def test_the_interval_is_students(tmp_path: Path) -> None:
