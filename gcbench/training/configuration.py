@@ -67,7 +67,7 @@ class Config(Settings):
         values = {**task.defaults(), **stages[max(stages)].recipe, **settings}
         values["task_version"] = task.version
         if values.get("optimizer") == "muon":
-            values |= {"momentum": 0.95, "nesterov": True, **settings}
+            values |= {**MUON, **settings}
         # With the method's types, so that clip=2 and clip=2.0 are one config.
         values["options"] = {
             key: {start: getattr(stages[start], key) for start in value}
@@ -315,6 +315,8 @@ READERS: dict[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(("link_gbit", "link_latency_us"), ("engine", ("simulate",))),
 }
 """Settings that only some values of another setting use: that other one, and these values."""
+MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
+"""Defaults of optimizer=muon, in place of the task's and the method's."""
 TORCH_HOOKS = ("none", "fp16", "powersgd")
 """Methods with a comparable hook in torch. Its bf16 hook fails on the CPU; its quantization hooks
 implement other methods, and gather their scales uncompressed."""
@@ -577,6 +579,7 @@ def command(config: Config) -> str:
     usual = {
         **task.defaults(),
         **config.make_compressor(config.steps - 1).recipe,
+        **(MUON if config.optimizer == "muon" else {}),
         **({"momentum": 0.0, "nesterov": False} if config.make_memory().has_momentum else {}),
         "collective": method.legal_collectives()[0],
         "memory": method.memory,

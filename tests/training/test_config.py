@@ -212,6 +212,8 @@ COMMANDS = [
     "--local-steps 5 --outer-lr 0.7 --outer-momentum 0.9 --outer-nesterov",
     "--compressor fp16 --engine ddp --hook torch --bucket-mb 0.5",
     "--compressor topk --memory loco --memory-set beta=0.5",
+    "--optimizer muon",
+    "--task shakespeare --optimizer muon --momentum 0 --no-nesterov",
 ]
 
 
