@@ -141,6 +141,10 @@ def run(
 
     if suite is not None and config is not None:
         raise UsageError("--suite and --config are two files of settings: give one of them")
+    if capture is None and capture_layers != "*":
+        raise UsageError(
+            f"--capture-layers {capture_layers!r} without steps to capture; add --capture 0,100"
+        )
     options: dict[str, Any] = {
         key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
     }

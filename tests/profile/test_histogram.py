@@ -244,6 +244,8 @@ def test_wishes_that_a_run_cannot_fulfil(tmp_path: Path) -> None:
         result = invoke(*words, "--capture", wrong)
         assert result.code == 2
         assert re.search(text, result.err)
+    result = invoke(*words, "--capture-layers", "1.*")
+    assert (result.code, "add --capture" in result.err) == (2, True)
     assert not list(tmp_path.iterdir())
     result = invoke(*words, "--capture", 1, "--capture-layers", "fc*")
     assert (result.code, "unknown layer 'fc*'" in result.err) == (2, True)
