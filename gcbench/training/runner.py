@@ -181,8 +181,11 @@ class Runner:
                     summary, path = stored[config.hash]
                     resume.check_objects(config, summary, path)
                     if leads:
+                        if not trial:
+                            self._check_captured(config, path)
                         source = resume.other_source(config, summary)
                         _say(f"{place} {config.run_name}: its row is in {path}, skipped{source}")
+                        self._resend(Run(self.results / config.run_name))
                     _raise_if_failed(summary, f"row in {path}")
                 else:
                     summary = self.one(config, place, leads=leads)
@@ -247,7 +250,7 @@ class Runner:
                     f"{place} {config.run_name}: finished before, skipped{source} (--force runs it "
                     "again)"
                 )
-                self._resend(run, finished)
+                self._resend(run)
             return finished
         if not leads:
             self._engine(config, run)
@@ -312,12 +315,27 @@ class Runner:
         )
         engines.ENGINES[config.engine](config, run, options)
 
-    def _resend(self, run: Run, finished: dict[str, Any]) -> None:
-        """Send the sinks the records of a run that was finished before."""
-        if self.sink_names:
-            with run.locked():
-                sinks.resend(self.sink_names, run, finished)
-            _say(f"    sent its stored records to {', '.join(self.sink_names)}")
+    def _check_captured(self, config: Config, path: Path) -> None:
+        """Raise MissedError for a run with a row in `path` and without the planned captures."""
+        run = Run(self.results / config.run_name)
+        if self.capture is not None and (missing := self.capture.missing(run)):
+            raise captures.MissedError(
+                f"{config.run_name} has a row in {path}, and {self.results} has no gradients of "
+                f"its step(s) {', '.join(map(str, missing))}; use --force to run it again, or "
+                "another file of rows"
+            )
+
+    def _resend(self, run: Run) -> None:
+        """Send the sinks the records of a run that was finished before, if they are here."""
+        if not self.sink_names:
+            return
+        names = ", ".join(self.sink_names)
+        if (finished := run.summary) is None:
+            _say(f"    sent nothing to {names}: {self.results} has no records of it")
+            return
+        with run.locked():
+            sinks.resend(self.sink_names, run, finished)
+        _say(f"    sent its stored records to {names}")
 
     def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
         _say(f"\n{config.run_name}: {stopped}; finished steps are stored in {self.results}")

@@ -257,6 +257,18 @@ def test_wishes_that_a_run_cannot_fulfil(tmp_path: Path) -> None:
     assert [one.step for one in captures.load([tmp_path])] == [2]  # those of the earlier run go
 
 
+def test_a_run_that_has_a_row_still_needs_its_captures(tmp_path: Path) -> None:
+    runs, file = tmp_path / "runs", tmp_path / "rows.parquet"
+    words = ["run", "--steps", 4, "--eval-every", 0, "--results", runs, "--progress", "none"]
+    words += ["--rows", file]
+    assert invoke(*words).code == 0
+    missed = invoke(*words, "--capture", 1)
+    assert (missed.code, "no gradients of its step(s) 1; use --force" in missed.err) == (2, True)
+    assert invoke(*words, "--capture", 1, "--force").code == 0
+    assert [one.step for one in captures.load([runs])] == [1]
+    assert "its row is in" in invoke(*words, "--capture", 1).err
+
+
 def test_other_layers_than_before_are_refused(tmp_path: Path) -> None:
     """Whether the run is finished or goes on."""
     words = ["run", "--steps", 4, "--eval-every", 0, "--results", tmp_path, "--progress", "none"]

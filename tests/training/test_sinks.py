@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from datetime import datetime
@@ -140,6 +141,17 @@ def test_a_finished_run_tells_its_stored_records(run, tmp_path, lines):
     assert done.json == first
     assert "sent its stored records to lines" in done.err
     assert received(the_run(tmp_path)) == the_run(tmp_path).records()
+
+
+def test_a_run_that_has_a_row_tells_its_stored_records(tmp_path, lines):
+    runs, file = tmp_path / "runs", tmp_path / "rows.parquet"
+    words = ("run", *QUICK, "--progress", "none", "--results", runs, "--rows", file)
+    assert invoke(*words).code == 0
+    assert "sent its stored records to lines" in invoke(*words, "--sink", "lines").err
+    assert received(the_run(runs)) == the_run(runs).records()
+    shutil.rmtree(runs)
+    done = invoke(*words, "--sink", "lines")
+    assert (done.code, "sent nothing to lines" in done.err) == (0, True)
 
 
 def test_repeated_commands_pile_up_nothing(accumulator, run, tmp_path):
