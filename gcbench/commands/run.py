@@ -145,6 +145,12 @@ def run(
         raise UsageError(
             f"--capture-layers {capture_layers!r} without steps to capture; add --capture 0,100"
         )
+    for path in rows or ():
+        if path.suffix != ".parquet":
+            raise UsageError(
+                f"--rows {path}: expected a name that ends in .parquet, by which `gcbench compare` "
+                "recognizes a file of rows"
+            )
     options: dict[str, Any] = {
         key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
     }

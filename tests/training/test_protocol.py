@@ -484,6 +484,14 @@ def test_a_run_that_failed_before_has_its_row_too(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows"])
+def test_rows_go_only_to_files_that_compare_reads(tmp_path, name):
+    words = ("run", "--task", "quadratic", "--steps", 2, "--results", tmp_path / "runs")
+    done = invoke(*words, "--rows", tmp_path / "first.parquet", "--rows", tmp_path / name)
+    assert (done.code, "ends in .parquet" in done.err) == (2, True)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_loss_that_is_not_finite_fails_in_rows_as_in_the_folder(tmp_path):
     """With --on-nonfinite skip such a run ends, with the accuracy of guessing."""
     file, runs = tmp_path / "rows.parquet", tmp_path / "runs"
