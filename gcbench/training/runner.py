@@ -63,7 +63,9 @@ class Runner:
     show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None
     """Prints the summaries of finished runs."""
     stale: set[str] = field(default_factory=set, init=False)
-    """The hashes of configs to repeat by `force`, which still have earlier results."""
+    """The hashes of configs to repeat by `force`, whose folders still have earlier results."""
+    stale_rows: set[str] = field(default_factory=set, init=False)
+    """The hashes of configs to repeat by `force`, of which a file still has the earlier row."""
     flagged: set[str] = field(default_factory=set, init=False)
     """Printed messages about runs whose update rule differs from their method's."""
     after: int = field(default=0, init=False)
@@ -75,22 +77,23 @@ class Runner:
         for config in configs:
             self._check(config)
         stored = self._rows()
-        pending = [one for one in configs if one.hash not in stored and self._pending(one)]
         if self.force:
             places = {one.hash: self.results / one.run_name / "summary.json" for one in configs}
             self.stale = {name for name, path in places.items() if path.exists()}
+            self.stale_rows, stored = places.keys() & stored.keys(), {}
+        pending = [one for one in configs if one.hash not in stored and self._pending(one)]
         self.after = sum(config.steps for config in pending)
         if len(pending) > 1 and rank.leads():
             _say(f"{len(pending)} runs, {self.after:,} steps in total")
         self.work(each(configs), len(configs), json=json)
 
     def _rows(self) -> dict[str, tuple[rows.StoredRun, Path]]:
-        """Return the rows of runs to skip, with their files, by config hash.
+        """Return the rows of all files, with their files, by config hash.
 
         If several rows have the same config, the first one counts.
         """
         stored: dict[str, tuple[rows.StoredRun, Path]] = {}
-        for path in () if self.force else self.rows_files:
+        for path in self.rows_files:
             for one in rows.read(path):
                 stored.setdefault(configuration.hash_of(one["config"]), (one, path))
         return stored
@@ -104,7 +107,7 @@ class Runner:
         Raises:
             GcbenchError: the file cannot be read, or is not a file of rows.
         """
-        stored = self._rows()
+        stored = {} if self.force else self._rows()
         elsewhere = {configuration.hash_of(one["config"]): one for one in rows.read(path)}
         configs: list[Config] = []
         summary: Mapping[str, Any] = {}
@@ -160,7 +163,7 @@ class Runner:
             Interrupted: the user interrupted the runs.
             GcbenchError: a run failed.
         """
-        leads, stored = rank.leads(), self._rows()
+        leads, stored = rank.leads(), {} if self.force else self._rows()
         done: list[dict[str, Any]] = []
         failures: list[GcbenchError] = []
         number = 0
@@ -193,7 +196,7 @@ class Runner:
                     done.append(dict(summary))
             except Interrupted as stopped:
                 if leads:
-                    self._explain_interruption(stopped, config, count - number + 1)
+                    self._explain_interruption(stopped, config, count - number + 1, tuned=tuned)
                 raise
             except GcbenchError as error:
                 summary = {"failed": {"reason": str(error)}}
@@ -301,6 +304,7 @@ class Runner:
         if self.rows_files:
             curve = [record for record in run.records() if record["kind"] == "eval"]
             rows.add(self.rows_files[0], rows.row(summary, curve, self.suite))
+            self.stale_rows.discard(summary["config_hash"])
 
     def _engine(self, config: Config, run: Run, threads: int | None = None) -> None:
         self.after = max(0, self.after - config.steps)
@@ -337,17 +341,24 @@ class Runner:
             sinks.resend(self.sink_names, run, finished)
         _say(f"    sent its stored records to {names}")
 
-    def _explain_interruption(self, stopped: Interrupted, config: Config, left: int) -> None:
+    def _explain_interruption(
+        self, stopped: Interrupted, config: Config, left: int, *, tuned: bool
+    ) -> None:
         _say(f"\n{config.run_name}: {stopped}; finished steps are stored in {self.results}")
         arguments = shlex.join(each for each in sys.argv[1:] if each != "--force")
         command = f"gcbench {arguments}"
         if config.engine == "torchrun":
             command = "the same torchrun command"
         _say(f"{left} run(s) left. Continue with: {command}")
-        if self.stale:
+        if stale := self.stale | self.stale_rows:
             _say(
-                f"It skips {len(self.stale)} of them, which still have results from before "
-                "--force: repeat these with --force and their own settings, such as --seed"
+                f"It skips {len(stale)} of them, which still have results from before --force: "
+                "repeat these with --force and their own settings, such as --seed"
+            )
+        elif self.force and tuned:
+            _say(
+                "It skips runs and trials that still have results from before --force: to repeat "
+                "these, too, start again with --force"
             )
 
     def _print(self, done: Sequence[dict[str, Any]], *, single: bool, json: bool) -> None:

@@ -524,6 +524,49 @@ def test_an_interrupted_force_says_which_results_are_of_before(tmp_path, monkeyp
     assert again.err.count("finished before, skipped") == 2
 
 
+def test_an_interrupted_force_counts_runs_of_which_only_rows_are_left(tmp_path, monkeypatch):
+    """The interrupted one, too: its row stays until a new one replaces it."""
+    from gcbench.training.runner import Runner
+
+    runs, file = tmp_path / "runs", tmp_path / "rows.parquet"
+    words = ("run", "--steps", 4, "--workers", 2, "--results", runs, "--rows", file)
+    assert invoke(*words, "--seed", "0,1,2").code == 0
+    shutil.rmtree(runs)
+    engine = Runner._engine
+
+    def stop(self, config, run, threads=None):
+        if config.seed == 1:
+            run.begin()
+            raise Interrupted("stopped after step 1 of 4")
+        engine(self, config, run, threads)
+
+    monkeypatch.setattr(Runner, "_engine", stop)
+    done = invoke(*words, "--seed", "0,1,2", "--force")
+    assert "2 run(s) left" in done.err
+    assert "It skips 2 of them" in done.err
+    assert invoke(*words, "--seed", "0,1,2").err.count("its row is in") == 3
+
+
+def test_an_interrupted_force_of_a_suite_says_that_earlier_trials_count(
+    suite_path, tmp_path, monkeypatch
+):
+    from gcbench.training.runner import Runner
+
+    words = ("run", "--suite", suite_path, "--compressor", "none", "--results", tmp_path / "runs")
+    words += ("--rows", tmp_path / "rows.parquet")
+    assert invoke(*words).code == 0
+
+    def stop(self, config, run, threads=None):
+        run.begin()
+        raise Interrupted("stopped after step 1 of 4")
+
+    monkeypatch.setattr(Runner, "_engine", stop)
+    done = invoke(*words, "--force")
+    assert done.code == 130
+    assert "results from before --force" in done.err
+    assert "results from before --force" not in invoke(*words, "--seed", 7).err
+
+
 def test_a_rate_that_a_suite_chooses_is_not_given(suite_path):
     done = invoke("run", "--suite", suite_path, "--lr", "0.1")
     assert done.code == 2
