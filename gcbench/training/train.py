@@ -609,7 +609,7 @@ class Trainer:
         if len(self.world.ranks) < self.world.size:
             facts = {
                 "data (SHA-256)": preflight.digest(self.train, self.validation, self.test),
-                "step to resume from": str(self.step),
+                "step to resume from, in the folder --results": str(self.step),
                 "parameters (SHA-256)": self.parameter_hash(),
             }
             preflight.check(self.world, facts)

@@ -60,3 +60,34 @@ def test_torchrun_workers_of_other_commands_end_within_seconds(programs, tmp_pat
     assert lines
     for line in lines:
         assert "setting lr: 0.1 on worker(s) 0, 0.5 on worker(s) 1" in line
+
+
+NODE = """
+import os, signal, sys
+from gcbench import cli
+from gcbench.training.train import Trainer
+
+os.makedirs(place := sys.argv.pop(1) + os.environ["RANK"], exist_ok=True)
+os.chdir(place)
+step = Trainer.train_step
+
+def stopped(self):
+    if self.step == 12:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self)
+
+Trainer.train_step = stopped
+cli.main()
+"""
+
+
+def test_nodes_without_a_shared_folder_of_results_are_told_what_to_share(programs, tmp_path):
+    """Only worker 0 writes checkpoints, and every rank reads them."""
+    (tmp_path / "node.py").write_text(NODE)
+    words = ("run", "--task", "quadratic", "--steps", 30, "--progress", "none")
+    job = ("torchrun", "--standalone", "--nproc-per-node", 2, "node.py", tmp_path / "node", *words)
+    environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "60"}
+    for message in ("stopped after step 20 of 30", "--results: 20 on worker(s) 0, 0 on worker"):
+        done = programs.shell(shlex.join(map(str, job)), tmp_path, PATIENCE, **environment)
+        assert done.returncode != 0
+        assert message in done.stderr
