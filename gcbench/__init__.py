@@ -144,7 +144,7 @@ def run(
         warnings.warn(sentence, stacklevel=2)
     named = os.environ.get("GCBENCH_DATA") if data_dir is None else data_dir
     data = Path(named) if named else None
-    running = runner.Runner(folder, data, 60.0, progress, force=force)
+    running = runner.Runner(folder, data, 60.0, progress, force=force, caller="gcbench.run")
     running.all(configs, json=False)
     return reader.frame([reader.load([folder / config.run_name])[0] for config in configs])
 

@@ -62,6 +62,8 @@ class Runner:
     """The label of added rows, name/version."""
     show: Callable[[Sequence[Mapping[str, Any]]], object] | None = None
     """Prints the summaries of finished runs."""
+    caller: str = ""
+    """The function of the Python API that a script called; "" for a command."""
     stale: set[str] = field(default_factory=set, init=False)
     """The hashes of configs to repeat by `force`, whose folders still have earlier results."""
     stale_rows: set[str] = field(default_factory=set, init=False)
@@ -346,9 +348,13 @@ class Runner:
     ) -> None:
         _say(f"\n{config.run_name}: {stopped}; finished steps are stored in {self.results}")
         arguments = shlex.join(each for each in sys.argv[1:] if each != "--force")
-        command = f"gcbench {arguments}"
-        if config.engine == "torchrun":
-            command = "the same torchrun command"
+        command, flag = f"gcbench {arguments}", ""
+        if self.caller:
+            command, flag = f"the same call of {self.caller}", "force"
+        elif rank.by_torchrun():
+            command, flag = "the same torchrun command", "--force"
+        if self.force and flag:
+            command += f" without {flag}"
         _say(f"{left} run(s) left. Continue with: {command}")
         if stale := self.stale | self.stale_rows:
             _say(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 import gcbench
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import Interrupted, UsageError
+from gcbench.training.runner import Runner
 
 
 def test_a_grid_is_a_frame_with_a_row_a_run(tmp_path):
@@ -31,6 +34,23 @@ def test_an_unknown_setting_is_refused_with_the_known_ones(tmp_path):
         gcbench.run(compresor="none", results=tmp_path)
     with pytest.raises(AttributeError, match="no attribute 'Compresor'"):
         _ = gcbench.Compresor
+
+
+def test_an_interrupted_grid_names_the_call_that_continues_it(tmp_path, monkeypatch, capsys):
+    """The words of the command line are those of the script."""
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--mine"])
+
+    def stop(self, config, run, threads=None):
+        raise Interrupted("stopped after step 1 of 4")
+
+    monkeypatch.setattr(Runner, "_engine", stop)
+    for force in (False, True):
+        with pytest.raises(Interrupted):
+            gcbench.run(task="quadratic", steps=4, results=tmp_path, force=force)
+        message = capsys.readouterr().err
+        assert "Continue with: the same call of gcbench.run" in message
+        assert ("without force" in message) == force
+        assert "--mine" not in message
 
 
 def test_a_codec_takes_any_shape_and_refuses_what_is_no_gradient():
