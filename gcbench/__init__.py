@@ -126,15 +126,21 @@ def run(
 
     Raises:
         gcbench.core.errors.UsageError: an unknown setting or value; the message lists those known.
+            Or torchrun started this process.
         gcbench.core.errors.GcbenchError: a run failed; the other runs of the grid are finished.
     """
     import warnings
     from pathlib import Path
 
-    from gcbench.core.errors import unknown
+    from gcbench.core.errors import UsageError, unknown
     from gcbench.results import reader
-    from gcbench.training import configuration, grid, runner
+    from gcbench.training import configuration, grid, rank, runner
 
+    if rank.by_torchrun():
+        raise UsageError(
+            "gcbench.run under torchrun: only worker 0 would have the results. Use `torchrun -m "
+            "gcbench run`, or engine='spawn' without torchrun"
+        )
     for name in settings:
         if name not in configuration.Config.model_fields:
             raise unknown("setting", name, configuration.Config.model_fields)

@@ -53,6 +53,13 @@ def test_an_interrupted_grid_names_the_call_that_continues_it(tmp_path, monkeypa
         assert "--mine" not in message
 
 
+def test_torchrun_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    """The folder of a run under torchrun has another name, and only worker 0 knows its result."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(UsageError, match="under torchrun"):
+        gcbench.run(task="quadratic", steps=4, results=tmp_path)
+
+
 def test_a_codec_takes_any_shape_and_refuses_what_is_no_gradient():
     import torch
 
