@@ -27,8 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import DivergedError, UsageError
 from gcbench.core.exchange import Exchange
+from gcbench.core.payload import all_finite
 from gcbench.core.schema import PHASES
 from gcbench.core.world import World
 from gcbench.integrations.ddp import CommHook, comm_hook
@@ -133,6 +134,8 @@ class DdpTrainer(Trainer):
             for phase in EXCHANGED:
                 self.clock.add(phase, self.hook.seconds[phase] - before[phase])
             self.world.traffic[0] = self.hook.traffic
+        else:
+            self._check_mean_gradients()
         with self.clock.phase("update"):
             if config.clip_norm:
                 self._clip(config.clip_norm)
@@ -141,6 +144,15 @@ class DdpTrainer(Trainer):
         self.step += 1
         self.clock.end_step()
         return [float(loss.detach())]
+
+    def _check_mean_gradients(self) -> None:
+        """Raise DivergedError for a mean that is not finite; torch's hooks do not look at it."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and not all_finite(parameter.grad):
+                raise DivergedError(
+                    f"non-finite mean gradient in layer {name} at step {self.step}; lower --lr",
+                    self.step,
+                )
 
     def _clip(self, limit: float) -> None:
         """Scale the gradients in place to a joint 2-norm of at most `limit`."""

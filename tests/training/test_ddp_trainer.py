@@ -6,7 +6,7 @@ import crew
 import pytest
 import torch
 
-from gcbench.core.errors import UsageError
+from gcbench.core.errors import DivergedError, UsageError
 from gcbench.training import captures, configuration, engines, launch
 from gcbench.training.configuration import Config
 from gcbench.training.ddp_trainer import DdpTrainer, _Counting, overlap
@@ -142,6 +142,12 @@ def test_overlap_by_hand():
     }
     assert overlap([1.0], [2.0])["hidden_share"] == 0
     assert overlap(None, [2.0])["hidden_share"] is None
+
+
+@pytest.mark.parametrize("hook", ["gcbench", "torch"])
+def test_a_gradient_that_is_not_finite_stops_a_run_with_either_hook(tmp_path, hook):
+    with pytest.raises(DivergedError, match="finite"):
+        fit(tmp_path, compressor="none", hook=hook, lr=1e30)
 
 
 def test_bytes_of_a_hook_that_calls_something_else_are_not_guessed(simulated):
