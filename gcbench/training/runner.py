@@ -64,8 +64,9 @@ class Runner:
     """Prints the summaries of finished runs."""
     caller: str = ""
     """The function of the Python API that a script called; "" for a command."""
-    stale: set[str] = field(default_factory=set, init=False)
-    """The hashes of configs to repeat by `force`, whose folders still have earlier results."""
+    stale: dict[str, Path] = field(default_factory=dict, init=False)
+    """The earlier summaries of configs to repeat by `force`, by hash, until these are finished. A
+    run deletes its own at its first step."""
     stale_rows: set[str] = field(default_factory=set, init=False)
     """The hashes of configs to repeat by `force`, of which a file still has the earlier row."""
     flagged: set[str] = field(default_factory=set, init=False)
@@ -81,7 +82,7 @@ class Runner:
         stored = self._rows()
         if self.force:
             places = {one.hash: self.results / one.run_name / "summary.json" for one in configs}
-            self.stale = {name for name, path in places.items() if path.exists()}
+            self.stale = {name: path for name, path in places.items() if path.exists()}
             self.stale_rows, stored = places.keys() & stored.keys(), {}
         pending = [one for one in configs if one.hash not in stored and self._pending(one)]
         self.after = sum(config.steps for config in pending)
@@ -277,7 +278,6 @@ class Runner:
                 _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))
-                self.stale.discard(config.hash)
                 sinks.forget(run, sinks.registered().keys() - self.sink_names)
                 carried = "" if config.memory == "none" else f", memory {config.memory}"
                 _say(
@@ -303,6 +303,7 @@ class Runner:
 
     def _add_row(self, run: Run, summary: Mapping[str, Any]) -> None:
         """Add a finished run to the first file of rows, if any."""
+        self.stale.pop(summary["config_hash"], None)
         if self.rows_files:
             curve = [record for record in run.records() if record["kind"] == "eval"]
             rows.add(self.rows_files[0], rows.row(summary, curve, self.suite))
@@ -356,7 +357,8 @@ class Runner:
         if self.force and flag:
             command += f" without {flag}"
         _say(f"{left} run(s) left. Continue with: {command}")
-        if stale := self.stale | self.stale_rows:
+        kept = {name for name, path in self.stale.items() if path.exists()}
+        if stale := kept | self.stale_rows:
             _say(
                 f"It skips {len(stale)} of them, which still have results from before --force: "
                 "repeat these with --force and their own settings, such as --seed"

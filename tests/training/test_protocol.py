@@ -514,11 +514,15 @@ def test_an_interrupted_force_says_which_results_are_of_before(tmp_path, monkeyp
         run.begin()
         raise Interrupted("stopped after step 1 of 4")
 
-    monkeypatch.setattr(Runner, "_engine", stop)
-    done = invoke(*words, "--force")
-    assert done.code == 130
-    assert "3 run(s) left" in done.err
-    assert "It skips 2 of them" in done.err
+    def stop_early(self, config, run, threads=None):
+        raise Interrupted("stopped by the user")
+
+    for function, skipped in ((stop_early, 3), (stop, 2)):
+        monkeypatch.setattr(Runner, "_engine", function)
+        done = invoke(*words, "--force")
+        assert done.code == 130
+        assert "3 run(s) left" in done.err
+        assert f"It skips {skipped} of them" in done.err
     monkeypatch.undo()
     again = invoke(*words)
     assert again.err.count("finished before, skipped") == 2
