@@ -278,7 +278,6 @@ class Runner:
                 _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
             else:
                 run.start(config.model_dump(mode="json"), configuration.provenance(config))
-                sinks.forget(run, sinks.registered().keys() - self.sink_names)
                 carried = "" if config.memory == "none" else f", memory {config.memory}"
                 _say(
                     f"{place} {config.run_name}: {config.make_compressor()!r}, "

@@ -619,6 +619,8 @@ class Trainer:
             origin = config.model_dump(mode="json"), self.run.read_provenance()
             self.sinks = sinks.Sinks(self.options.sinks, self.run, *origin)
         if self.leads:
+            if self.step == 0:
+                sinks.forget(self.run, sinks.registered().keys() - self.options.sinks)
             self.run.begin()
             self.observer = progress.observer(
                 self.options.progress, config.run_name, config.steps, self.options.after

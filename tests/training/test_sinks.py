@@ -134,6 +134,10 @@ def crash():
     raise Crash
 
 
+def unreadable(*_):
+    raise GcbenchError("no such data")
+
+
 def test_a_finished_run_tells_its_stored_records(run, tmp_path, lines):
     first = run("--json").json
     assert not (the_run(tmp_path).folder / "lines").exists()
@@ -161,8 +165,13 @@ def test_repeated_commands_pile_up_nothing(accumulator, run, tmp_path):
         assert scalars(accumulator(the_run(tmp_path))) == expected(the_run(tmp_path))
 
 
-def test_a_run_that_starts_again_keeps_nothing_of_the_old_one(run, tmp_path, lines):
+def test_a_run_that_starts_again_keeps_nothing_of_the_old_one(run, tmp_path, lines, monkeypatch):
+    """From its first step on: an attempt that fails before deletes nothing."""
     run("--sink", "lines")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_resume", unreadable)
+        assert run("--force").code == 1
+    assert received(the_run(tmp_path)) == the_run(tmp_path).records()
     run("--force")
     assert not (the_run(tmp_path).folder / "lines").exists()
 
