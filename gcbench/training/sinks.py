@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
-from gcbench.results.run_folder import CAPTURES, LOCK
+from gcbench.results.run_folder import CAPTURES, EARLIER, LOCK
 from gcbench.training.store import Run
 
-RESERVED = (CAPTURES, LOCK)
+RESERVED = (CAPTURES, EARLIER, LOCK)
 """Names in a run's folder that a sink must not have. (The other names there have a suffix.)"""
 
 

@@ -196,7 +196,7 @@ def test_unknown_sinks_are_refused_before_anything_runs(run, tmp_path, lines):
     assert lines == []
 
 
-@pytest.mark.parametrize("name", ["captures", "lock"])
+@pytest.mark.parametrize("name", ["captures", "earlier", "lock"])
 def test_a_sink_takes_nothing_that_the_run_has(run, tmp_path, monkeypatch, name):
     monkeypatch.setitem(sinks.registered(), name, registry.Entry(name, "test", lambda: Lines))
     done = run("--sink", name)
