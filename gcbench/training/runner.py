@@ -291,7 +291,7 @@ class Runner:
                 run.finish(configuration.failed(config, run, error))
                 self._add_row(run, run.summary or {})
                 raise
-            except (GcbenchError, KeyboardInterrupt):
+            except BaseException:
                 run.remove_unless_begun()
                 raise
         summary = run.summary
