@@ -137,6 +137,7 @@ def run(
     """
     from gcbench.core import settings_file
     from gcbench.report import listings
+    from gcbench.results.suites import FOLDER
     from gcbench.training import captures, grid, rank, runner, sinks, suites
 
     if suite is not None and config is not None:
@@ -162,6 +163,13 @@ def run(
     if suite is None and config is None and (member := rank.from_torchrun()) is not None:
         options.setdefault("workers", member.size)
     chosen = None if suite is None else suites.load(suite)
+    if chosen is not None:
+        builtin = FOLDER / f"{chosen.name}.yaml"
+        if builtin.exists() and not builtin.samefile(chosen.file):
+            raise UsageError(
+                f"--suite {suite}: rows carry the name of their suite, and {chosen.name} is a "
+                "built-in one; rename the file"
+            )
     plan = None if capture is None else captures.Plan(captures.steps(capture), capture_layers)
     runner_ = runner.Runner(
         results,

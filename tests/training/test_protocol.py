@@ -454,6 +454,15 @@ def test_rows_of_a_suite_that_shares_runs_are_asked_for_before_anything_is_train
     assert "To reuse its rows" in invoke(*words, mine, "--rows", first).err
 
 
+def test_rows_of_a_file_never_have_the_label_of_a_built_in_suite(suite_path, tmp_path):
+    """compare left them out, or took them for rows of the built-in suite."""
+    path = suite_path.rename(tmp_path / "main.yaml")
+    words = ("--results", tmp_path / "runs", "--rows", tmp_path / "rows.parquet")
+    done = invoke("run", "--suite", path, *words)
+    assert (done.code, "rename the file" in done.err) == (2, True)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_suites_say_which_others_share_their_runs():
     """Each run that two tuned suites have is in one that is declared, and no suite in vain."""
     every = [suites.load(name) for name in suites.names()]
