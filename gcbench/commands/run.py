@@ -160,7 +160,8 @@ def run(
     for key, value in settings.items():
         if key not in SET_FLAGS:
             options[key] = grid.value(value) if isinstance(value, str) else value
-    if suite is None and config is None and (member := rank.from_torchrun()) is not None:
+    file = {} if config is None else settings_file.read(config)
+    if suite is None and "workers" not in file and (member := rank.from_torchrun()) is not None:
         options.setdefault("workers", member.size)
     chosen = None if suite is None else suites.load(suite)
     if chosen is not None:
@@ -195,8 +196,7 @@ def run(
             if chosen is None
             else [point.config for point in chosen.points(options)]
         )
-        names = {*options, *(settings_file.read(config) if config else ())}
-        for sentence in grid.without_effect(names, configs) if rank.leads() else ():
+        for sentence in grid.without_effect({*options, *file}, configs) if rank.leads() else ():
             say(f"note: {sentence}")
         runner_.all(configs, json=json)
     else:

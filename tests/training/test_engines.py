@@ -24,6 +24,7 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.training import engines, launch
 from gcbench.training.configuration import Config
+from gcbench.training.runner import Runner
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
 
@@ -209,6 +210,24 @@ def test_torchrun_with_another_number_of_workers(monkeypatch, tmp_path):
     assert done.code == 2
     assert "--workers 2 under torchrun with 3 processes" in done.err
     assert "--workers 3" in done.err
+
+
+@pytest.mark.parametrize(("line", "workers"), [("", 3), ("workers: 2", 2)])
+def test_torchrun_gives_the_workers_that_a_file_of_settings_leaves_out(
+    monkeypatch, tmp_path, line, workers
+):
+    settings = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    settings |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+    def show(self, configs, *, json):
+        raise UsageError(f"{[config.workers for config in configs]} workers")
+
+    monkeypatch.setattr(Runner, "all", show)
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"task: quadratic\nbatch: 48\n{line}\n")
+    assert f"[{workers}] workers" in invoke("run", "--config", path).err
 
 
 def test_torchrun_cannot_be_asked_for():
