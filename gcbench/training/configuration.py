@@ -417,13 +417,24 @@ def changed_files() -> list[str]:
     return files
 
 
-def require_clean(rows: Path) -> None:
+def require_clean(rows: Path, started: Mapping[str, Any] | None = None) -> None:
     """Refuse to add rows to a file of `REFERENCE` from a checkout with `changed_files`.
 
+    `started`: the provenance of a run that was started before, maybe from another working tree.
+
     Raises:
-        UsageError: the message names the files.
+        UsageError: the message names the files, or the commit at which the run was started.
     """
-    if rows.resolve().parent != CHECKOUT / REFERENCE or not (files := changed_files()):
+    if rows.resolve().parent != CHECKOUT / REFERENCE:
+        return
+    origin = str((started or {}).get("commit"))
+    if origin.endswith("+"):
+        raise UsageError(
+            f"--rows {rows}: reference rows need a committed checkout, and this run was started "
+            f"with uncommitted changes to {origin[:10]}. Add --force to run it again, or add the "
+            "row to another file"
+        )
+    if not (files := changed_files()):
         return
     named = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     raise UsageError(

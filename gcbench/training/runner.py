@@ -248,6 +248,8 @@ class Runner:
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
             if leads:
+                for path in self.rows_files[:1]:
+                    configuration.require_clean(path, finished.get("provenance"))
                 self._add_row(run, finished)
             _raise_if_failed(finished, f"stored in {run.folder}; --force runs it again")
             if leads:
@@ -269,6 +271,8 @@ class Runner:
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
                 provenance = run.read_provenance()
+                for path in self.rows_files[:1]:
+                    configuration.require_clean(path, provenance)
                 resume.check_objects(config, {"provenance": provenance}, run.folder)
                 threads = resume.threads_to_resume(config, provenance, run.folder)
                 original = ""

@@ -304,3 +304,27 @@ def test_reference_rows_come_from_a_clean_tree(tmp_path: Path, monkeypatch) -> N
     configuration.require_clean(tmp_path / "mine.parquet")
     monkeypatch.setattr(configuration, "changed_files", list)
     configuration.require_clean(reference / "main.parquet")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_an_unclean_tree_gives_no_reference_row(
+    tmp_path: Path, monkeypatch, finished: bool
+) -> None:
+    """It was made without --rows, or interrupted; then the changes were committed."""
+    monkeypatch.setattr(configuration, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(configuration, "changed_files", list)
+    path = tmp_path / "results" / "reference" / "mine.parquet"
+    path.parent.mkdir(parents=True)
+    settings = ["run", "--task", "digits", "--steps", 4, "--results", tmp_path / "runs"]
+    with monkeypatch.context() as patch:
+        patch.setattr(configuration, "commit", lambda: "0123456789ab+")
+        if not finished:
+            patch.setattr("gcbench.training.train.Trainer._pause", lambda *_: "stop")
+        assert invoke(*settings).code == (0 if finished else 130)
+    monkeypatch.setattr(configuration, "commit", lambda: "0123456789ab")
+    refused = invoke(*settings, "--rows", path)
+    assert refused.code != 0
+    assert "0123456789" in refused.err
+    assert not path.exists()
+    assert invoke(*settings, "--rows", path, "--force").code == 0
+    assert path.exists()
