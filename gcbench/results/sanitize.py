@@ -107,7 +107,8 @@ def label(text: str) -> str:
 
 def csv_cell(value: Any) -> Any:
     """Return a cell that no spreadsheet takes for a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULAS) else value
+    formula = isinstance(value, str) and value.startswith(FORMULAS) and value != "-"
+    return f"'{value}" if formula else value
 
 
 SCALARS = (str, int, float, bool, type(None))

@@ -121,4 +121,5 @@ def test_what_is_plain_stays_as_it_is():
         assert sanitize.printable(text) == text
     assert sanitize.printable("a\tb\xa0c\nd") == "a b c\nd"
     assert markdown([Column("a", ["p < 1 | b"])], 1).endswith("| p &lt; 1 \\| b |")
-    assert [sanitize.csv_cell(v) for v in (-1.5, "none", "-x", None)] == [-1.5, "none", "'-x", None]
+    cells = (-1.5, "none", "-", "-x", None)
+    assert [sanitize.csv_cell(v) for v in cells] == [-1.5, "none", "-", "'-x", None]
