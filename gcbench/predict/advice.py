@@ -115,23 +115,36 @@ class Losses(NamedTuple):
 def losses_of(settings: Settings, step: Step, rows: Sequence[Evidence], inputs: str) -> Losses:
     """Return the rows of exactly this method, used as in `step`.
 
-    Rows count if they have the same collective, or one that computes the same mean. A row by
-    all-gather that loses too much also counts against a collective that encodes again, because that
-    loses more; one that does not lose too much shows nothing about it. `inputs`: what the model
-    reads; a loss on a task with other inputs does not count so.
+    Rows count if their collective computes the same mean (`_same_mean`). A row by all-gather that
+    loses too much also counts against a collective that encodes again, because that loses more; one
+    that does not lose too much shows nothing about it. With FSDP it is the reverse: a row by
+    two-shot, which loses more, counts unless it loses too much. `inputs`: what the model reads; a
+    loss on a task with other inputs does not count so.
     """
     matching = of_method(settings, step.method, rows)
     near = set(map(id, evidence.nearest(matching, inputs).near))
 
     def counts(one: Evidence) -> bool:
-        loses = one.judge(settings.allowed) == LOSES and id(one) in near
-        theirs, again = one.row.first.collective, reencodes(step.method, step.collective)
-        same = theirs == step.collective or not (again or reencodes(step.method, theirs))
-        return same or (again and loses)
+        loses = one.judge(settings.allowed) == LOSES
+        if _same_mean(step, one.row.first.collective):
+            return True
+        if step.sharded:
+            return not loses
+        return loses and id(one) in near and reencodes(step.method, step.collective)
 
     return Losses(
         [one for one in matching if counts(one)], [one for one in matching if not counts(one)]
     )
+
+
+def _same_mean(step: Step, collective: str) -> bool:
+    """Return whether a run by this collective computes the mean that `step` computes.
+
+    With FSDP each owner keeps the mean of its shard, which is not encoded again.
+    """
+    if reencodes(step.method, step.collective) and not step.sharded:
+        return collective == step.collective
+    return not reencodes(step.method, collective)
 
 
 PLAIN_SETTINGS = {

@@ -657,6 +657,24 @@ def test_re_encoded_means_count_for_their_collective_only(
     assert (row["qsgd"]["advice"], row["qsgd"]["collective"], row["qsgd"]["results"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("by", "loss", "expected"),
+    [
+        ("allgather", 0.0, ("try", 1)),
+        ("allgather", 0.03, ("loses too much", 1)),
+        ("twoshot", 0.0, ("try", 1)),  # encoding the mean again only adds to the loss
+        ("twoshot", 0.03, ("untested", 0)),
+    ],
+)
+def test_sharded_means_are_not_encoded_again(
+    tmp_path: Path, by: str, loss: float, expected: tuple[str, int]
+) -> None:
+    runs = lost("qsgd", [loss] * 3, collective=by)
+    path = write(tmp_path / "r.parquet", [*plain(), *runs])
+    row = methods(advise(tmp_path, "--runs", path, "--sharded", "--batch", "1"))["qsgd"]
+    assert (row["advice"], row["results"]) == expected
+
+
 def test_results_of_another_collective_are_shown_and_do_not_count(tmp_path: Path) -> None:
     """By two-shot, which alone gains on 64 nodes, QSGD's owners encode the mean again."""
     runs = lost("qsgd", [0.002] * 3, collective="allgather")
