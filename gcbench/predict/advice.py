@@ -685,11 +685,16 @@ def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) ->
 def _how_to_train(prepared: Prepared, row: Row) -> str:
     """Return how to make the accuracy runs of a method, as text."""
     suite = LANGUAGE if prepared.network.inputs == "text" else SUITE
-    methods = (point.config.make_compressor() for point in suites.load(suite).points())
-    if row["compressor"] in set(map(registry.call, methods)):
-        name = str(row["method"])
-        return f"To measure it: `gcbench run --suite {suite} --compressor {name}`."
-    return f"To measure it, add it to a copy of the suite {suite} (`gcbench help protocol`)."
+    step = prepared.steps[str(row["method"]), str(row["collective"])]
+    for config in (point.config for point in suites.load(suite).points()):
+        counts = step.sharded or _same_mean(step, config.collective)
+        if counts and registry.call(config.make_compressor()) == row["compressor"]:
+            name = str(row["method"])
+            return f"To measure it: `gcbench run --suite {suite} --compressor {name}`."
+    return (
+        f"To measure it, add it with collective {row['collective']} to a copy of the suite {suite} "
+        "(`gcbench help protocol`)."
+    )
 
 
 def _half_accuracy(settings: Settings, prepared: Prepared, gathered: Sequence[Evidence]) -> str:

@@ -688,6 +688,20 @@ def test_results_of_another_collective_are_shown_and_do_not_count(tmp_path: Path
     assert "qsgd by twoshot" in untested
 
 
+@pytest.mark.parametrize(("workers", "collective"), [(64, "twoshot"), (2, "allgather")])
+def test_the_suite_is_proposed_only_if_its_runs_would_count(
+    tmp_path: Path, workers: int, collective: str
+) -> None:
+    """The suite's runs of QSGD are by all-gather."""
+    path = write(tmp_path / "r.parquet", plain())
+    words = ("--compressor", "qsgd", "--cluster", "a100x1-10g", "--workers", workers)
+    words += ("--batch", 128, "--runs", path)
+    answer = " ".join(advise(tmp_path, *words, "--cluster-set", "inter.gbit=6")["answer"])
+    assert f"qsgd by {collective}" in answer
+    proposed = "gcbench run --suite main --compressor qsgd" in answer
+    assert proposed == (collective == "allgather")
+
+
 def test_with_one_mean_results_of_any_collective_count(tmp_path: Path) -> None:
     runs = lost("terngrad", [0.0] * 3, collective="allreduce")
     path = write(tmp_path / "r.parquet", [*plain(), *runs])
