@@ -186,7 +186,9 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
     chosen.pop("none", None)
     lanes = network.split(dense_last=settings.dense_last, dense_below=settings.dense_below)
     if not lanes[0]:
-        raise UsageError(f"--dense-below {settings.dense_below} leaves no tensor to compress")
+        flags = ["--dense-last"] * settings.dense_last
+        flags += [f"--dense-below {settings.dense_below}"] * bool(settings.dense_below)
+        raise UsageError(f"{' with '.join(flags)} leaves no tensor to compress")
     cases: list[tuple[str, Compressor, str]] = []
     refused: dict[str, str] = {}
     for spec, method in chosen.items():

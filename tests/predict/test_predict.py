@@ -137,6 +137,24 @@ def test_a_module_that_is_a_script_cannot_end_the_command(
         assert "imported\nbuilt\n" in result.err
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--dense-last"], "--dense-last leaves"),
+        (["--dense-below", "9"], "--dense-below 9 leaves"),
+        (["--dense-last", "--dense-below", "9"], "--dense-last with --dense-below 9 leaves"),
+    ],
+)
+def test_flags_that_leave_nothing_to_compress_are_named(
+    tmp_path, monkeypatch, words, named
+) -> None:
+    (tmp_path / "one_layer.py").write_text("import torch\nmake = lambda: torch.nn.Linear(4, 2)\n")
+    monkeypatch.chdir(tmp_path)
+    result = invoke("predict", "--module", "one_layer:make", "--compute-ms", "1", *words)
+    assert result.code == 2
+    assert f"usage: {named} no tensor" in result.err
+
+
 FROZEN = """
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
