@@ -170,13 +170,23 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
     """Return the steps of all methods, by each method's collective, or by `every` legal one.
 
     Raises:
-        UsageError: an unknown name, an illegal collective, workers that do not fill nodes, or a
-            module whose computation is unknown.
+        UsageError: an unknown name, an illegal collective, workers that do not fill nodes, a
+            module whose computation is unknown, or an option that FSDP does not have.
     """
     module, cluster = settings.module, settings.cluster
     network = networks.of_module(module) if module else networks.network(settings.model)
     for workers in settings.workers:
         cluster.nodes_of(workers)
+    if settings.sharded and settings.collective:
+        raise UsageError(
+            f"--collective {settings.collective} has no effect with --sharded, which "
+            "reduce-scatters gradients; omit it"
+        )
+    if settings.sharded and settings.dense_last:
+        raise UsageError(
+            "--dense-last with --sharded: gcbench.shard_hook cannot exclude the last layer; use "
+            "--dense-below N"
+        )
     batch = settings.batch or network.batch
     if settings.compute_ms is not None:
         computed = throughput.Compute(settings.compute_ms / 1e3, "given")

@@ -1028,6 +1028,8 @@ def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
         (["--links", "--compressor", " none ,"], "--compressor"),
         (["--links", "--model", "resnet50"], "--model"),  # options without effect
         (["--links", "--cluster", "a100x1-10g"], "--cluster"),
+        (["--sharded", "--collective", "allgather", "--compressor", "terngrad"], "--collective"),
+        (["--sharded", "--dense-last", "--compressor", "terngrad"], "--dense-last"),
         (["--validate", "--links"], "--links"),
         (["--link-latency-us", "3"], "--link-latency-us"),
         (["--plot", "x.gif"], ".png"),
