@@ -59,10 +59,10 @@ def advise(
         if job.kernels != "assumed":
             raise UsageError(f"--measure and --kernels {job.kernels} exclude each other: give one")
         if rank.by_torchrun():
-            given = dict(grid.pairs("--cluster-set", job.cluster_set))
-            for key in sorted(given.keys() & measuring.FITTED):
+            changed = grid.pairs("--cluster-set", job.cluster_set)
+            for key in sorted(changed.keys() & measuring.FITTED):
                 raise UsageError(
-                    f"--cluster-set {key}={given[key]}: under torchrun --measure measures this; "
+                    f"--cluster-set {key}={changed[key]}: under torchrun --measure measures this; "
                     "leave one of the two out"
                 )
         here = measuring.measure(chosen, device, out.results, out.progress.value, force=out.force)

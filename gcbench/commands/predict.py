@@ -96,13 +96,18 @@ class Job(NamedTuple):
         """Return settings of class `kind`; `changes`: of the cluster, as `clusters.load` has them.
 
         Raises:
-            UsageError: a value is out of range.
+            UsageError: a value is out of range, or given by two flags.
         """
         from gcbench.predict import clusters
         from gcbench.training import grid
 
         updates = dict(grid.pairs("--cluster-set", self.cluster_set))
         if self.overlap is not None:
+            if "overlap" in updates:
+                raise UsageError(
+                    f"--overlap {self.overlap:g} and --cluster-set overlap={updates['overlap']} "
+                    "set the same: give one"
+                )
             updates["overlap"] = self.overlap
         fields = ("model", "module", "batch", "compute_ms", "sharded", "dense_last", "dense_below")
         fields_of_job = {name: getattr(self, name) for name in (*fields, "kernels")}

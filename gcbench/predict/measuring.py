@@ -32,7 +32,7 @@ class Here(NamedTuple):
     """The link between the ranks of torchrun, as changes of a cluster's settings; else empty."""
 
 
-FITTED = frozenset({"inter.gbit", "inter.latency_us", "transport"})
+FITTED = frozenset({"inter", "inter.gbit", "inter.latency_us", "transport"})
 """The settings of a cluster that `measure` takes from the ranks of torchrun."""
 
 

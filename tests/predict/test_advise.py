@@ -1156,7 +1156,7 @@ def test_a_link_is_given_or_measured_not_both(
     """The given one had replaced the measured one under the note that it was measured."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setattr(measuring, "measure", lambda *_, **__: pytest.fail("nothing is measured"))
-    for key in measuring.FITTED:
+    for key in ("inter", "inter.gbit", "inter.latency_us", "transport"):
         words = ("--measure", "--cluster-set", f"{key}=10", "--results", tmp_path)
         refused = invoke("advise", *words)
         assert refused.code == 2

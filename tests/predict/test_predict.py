@@ -1030,6 +1030,7 @@ def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
         (["--links", "--cluster", "a100x1-10g"], "--cluster"),
         (["--sharded", "--collective", "allgather", "--compressor", "terngrad"], "--collective"),
         (["--sharded", "--dense-last", "--compressor", "terngrad"], "--dense-last"),
+        (["--overlap", "1", "--cluster-set", "overlap=0"], "--cluster-set overlap=0"),
         (["--validate", "--links"], "--links"),
         (["--link-latency-us", "3"], "--link-latency-us"),
         (["--plot", "x.gif"], ".png"),
