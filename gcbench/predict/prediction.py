@@ -210,6 +210,12 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
                     "half of a two-shot exchange, which this method does not support"
                 )
                 continue
+            if not method.rule.plain:
+                refused[spec] = (
+                    f"{spec}: its update rule needs the whole mean on every worker, and with FSDP "
+                    "each worker has only its shard"
+                )
+                continue
             legal = ("twoshot",)
         cases += [(spec, method, collective) for collective in legal]
     spends, source, warnings = _times(settings, chosen, max(1, network.numel))

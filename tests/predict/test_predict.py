@@ -17,7 +17,7 @@ from commands import invoke
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gcbench import ops
+from gcbench import ops, shard_hook
 from gcbench.core import codec, registry
 from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments
 from gcbench.core.errors import UsageError
@@ -710,6 +710,19 @@ def test_sharded_steps_compress_only_the_reduce_scatter(tmp_path) -> None:
     assert sign["payload_bytes_down"] == 0  # what an owner keeps, nobody sends
     assert sign["step_seconds"] > sign["compute_seconds"] + gather  # it touches nothing of that
     assert any("powersgd" in note for note in result["tables"][0]["notes"]), "it is refused"
+
+
+def test_methods_that_fsdp_refuses_are_refused(tmp_path) -> None:
+    words = ["--model", "resnet20", "--compute-ms", "1", "--workers", "64", "--sharded"]
+    result = invoke("predict", "--results", tmp_path, "--json", *words).json
+    named = {row["method"] for row in result["tables"][0]["rows"]}
+    for name in registry.compressors():
+        try:
+            shard_hook(name)
+        except UsageError:
+            assert name not in named
+        else:
+            assert name in named
 
 
 # ---- one truth about when it pays ----------------------------------------------------------------
