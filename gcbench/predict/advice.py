@@ -733,12 +733,12 @@ def _paste(settings: Settings, row: Row | None, choice: str) -> str:
         return "Paste: `model.register_comm_hook(None, default_hooks.bf16_compress_hook)`."
     name, *fields = str(row["method"]).split(":")
     words = [repr(name), *(f"{one.partition('=')[0]}={_literal(one)}" for one in fields)]
-    if settings.sharded:
-        return f"Paste: `hook = gcbench.shard_hook({', '.join(words)}).register(model)`."
-    words += [f"collective={row['collective']!r}", "optimizer=optimizer"]
+    hook = "shard_hook" if settings.sharded else "comm_hook"
+    words += [f"collective={row['collective']!r}"] * (not settings.sharded)
+    words += ["optimizer=optimizer"]
     words += ["dense_last=True"] * settings.dense_last
     words += [f"dense_below={settings.dense_below}"] * bool(settings.dense_below)
-    return f"Paste: `hook = gcbench.comm_hook({', '.join(words)}).register(model)`."
+    return f"Paste: `hook = gcbench.{hook}({', '.join(words)}).register(model)`."
 
 
 def _literal(field: str) -> str:

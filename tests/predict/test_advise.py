@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from builders import summary
 from builders import write as write_runs
 from commands import PATIENCE, invoke
 from torch import nn
 
+import gcbench
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.predict import advice, costs, evidence, measuring, networks, traffic
@@ -990,6 +992,26 @@ def test_the_pasted_line_is_valid_python() -> None:
     exec(line, {"gcbench": fake, "optimizer": 1, "model": 2})
     assert seen == {"name": ("topk",), "ratio": 0.02, "collective": "allgather", "optimizer": 1,
                     "dense_last": True, "dense_below": 9}  # fmt: skip
+
+
+def test_the_pasted_line_of_fsdp_has_the_dense_tensors_and_the_optimizer() -> None:
+    row = {"method": "qsgd:levels=3", "collective": "twoshot"}
+    settings = advice.Settings.model_construct(sharded=True, dense_last=False, dense_below=9)
+    line = advice._paste(settings, row, "qsgd:levels=3 by twoshot").split("`")[1]
+    model = nn.Linear(2, 2)
+    hooks: list[Any] = []
+
+    def shard_hook(*names: Any, **fields: Any) -> Any:
+        hooks.append(gcbench.shard_hook(*names, **fields))
+        return SimpleNamespace(register=lambda model: None)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fake = SimpleNamespace(shard_hook=shard_hook)
+    exec(line, {"gcbench": fake, "optimizer": optimizer, "model": model})
+    (hook,) = hooks
+    assert hook.settings.dense_below == 9
+    assert registry.call(hook.settings.compressor).startswith("QSGD(levels=3")
+    assert "optimizer=optimizer" in line
 
 
 def test_workers_that_are_about_as_fast_as_one_cannot_be_ranked(tmp_path, both_stored) -> None:
