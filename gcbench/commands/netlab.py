@@ -61,6 +61,7 @@ def netlab(
     compressors, arguments = lab.split(command)
     settings = make(
         lab.Settings,
+        {"compressors": "--compressor"},
         nodes=nodes,
         workers_per_node=workers_per_node,
         bandwidth=_texts(bandwidth),

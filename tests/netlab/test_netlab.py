@@ -126,6 +126,16 @@ def test_the_table_compares_with_fp32_and_bf16_on_the_same_link():
     assert {row["excess"] for row in summarize(shared, "", records).table("steps").rows} == {None}
 
 
+def test_a_grid_of_runs_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "isolate", lambda: ())
+    monkeypatch.setattr(
+        launcher, "measure", lambda job: {"link": {}, "sent": [], "summary": [1, 2]}
+    )
+    done = invoke("netlab", "--results", tmp_path, "--", *RUN, "--seed", "0,1")
+    assert done.code == 2, done
+    assert "--seed 0,1" in done.err
+
+
 def test_each_link_has_a_name_of_its_own_and_is_measured_once():
     settings = Settings(
         bandwidth=["100mbit", "0.1gbit"],
