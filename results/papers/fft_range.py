@@ -138,10 +138,11 @@ def run(
         UsageError: no captured step follows the first ones; see also `_paper.measured`.
         GcbenchError: see `estimate` and `_paper.measured`.
     """
-    if settings.capture and max(settings.capture) < settings.first:
+    if max(settings.capture, default=settings.steps - 1) < settings.first:
+        what = f"--capture {settings.capture}" if settings.capture else f"--steps {settings.steps}"
         raise UsageError(
-            f"--capture {settings.capture} has no step after the first {settings.first}; add a "
-            "later one"
+            f"{what} has no step after the first {settings.first}; add a later one, or use a "
+            "smaller --first"
         )
     ops.rangefloat.check(settings.bits, settings.mantissa)
     early: list[Gradients] = []

@@ -328,6 +328,9 @@ def test_fft_range_command_and_a_run_with_what_it_finds(tmp_path):
     early = script(fft_range, "--capture", "3", "--first", 5, "--results", tmp_path)
     assert early.code == 2
     assert "[3]" in early.err
+    short = script(fft_range, *SHORT, "--first", 12, "--results", tmp_path)
+    assert short.code == 2
+    assert "--steps 12" in short.err
 
 
 # ---- errors of FFT -------------------------------------------------------------------------------
