@@ -108,7 +108,8 @@ def run(
     """Train once for each seed, rule, attack and number of adversaries.
 
     Raises:
-        UsageError: no comparison without adversaries, or an invalid config.
+        UsageError: no comparison without adversaries, an invalid config, or a task without an
+            accuracy.
         GcbenchError: data are missing.
     """
     if 0 not in settings.adversaries:
@@ -128,15 +129,22 @@ def run(
 
 
 def train(config: Config, folder: Path, data_dir: Path | None) -> Row:
-    """Return the test accuracy after one training, 0 to 1; that of chance if it diverges."""
+    """Return the test accuracy after one training, 0 to 1; that of chance if it diverges.
+
+    Raises:
+        UsageError: the task has no accuracy.
+    """
     with trainer_of(config, folder, data_dir) as training:
         try:
             for _ in range(config.steps):
                 training.train_step()
-            return {"accuracy": training.evaluate()["test_accuracy"], "diverged": False}
+            accuracy = training.evaluate()["test_accuracy"]
         except DivergedError:
             classes = len(torch.unique(training.test.targets))
             return {"accuracy": 1 / classes, "diverged": True}
+    if accuracy is None:
+        raise UsageError(f"--task {config.task} has no accuracy; use one that has")
+    return {"accuracy": accuracy, "diverged": False}
 
 
 def judge(rows: Sequence[Row], workers: int) -> list[Row]:

@@ -42,3 +42,7 @@ def test_the_command(tmp_path):
     bad = script(adversaries, "--adversaries", "1,2", "--results", tmp_path)
     assert bad.code == 2
     assert "include 0" in bad.err
+    without = ("--task", "quadratic", "--network", "", "--steps", 2, "--results", tmp_path)
+    bad = script(adversaries, *without)
+    assert bad.code == 2
+    assert "--task quadratic" in bad.err
