@@ -161,7 +161,10 @@ def of_analysis(result: analysis.Analysis) -> Measured:
         method = _registered(str(row["method"]))
         if row["size"] not in copies or method is None:
             continue
-        if (reason := _mismatch(method, sources.get(row["method"]))) is not None:
+        reason = _mismatch(method, sources.get(row["method"]))
+        if not result.settings.get("memory", True) and method.memory != "none":
+            reason = f"they were measured with --no-memory, without {method.memory}"
+        if reason is not None:
             ignored[method.name] = reason
             continue
         key = method.name, registry.call(method)

@@ -877,16 +877,24 @@ def test_unmeasured_methods_are_marked_and_never_recommended(tmp_path) -> None:
     assert "gcbench bandwidth --compressor int8,powersgd --json > m.json" in notes
 
 
-def test_unused_measurements_are_reported(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "unused"),
+    [
+        ({"sources": {"int8": "0123456789"}}, {"int8"}),
+        ({"memory": False}, {"topk"}),  # training with its residual takes longer
+    ],
+)
+def test_unused_measurements_are_reported(tmp_path, settings, unused) -> None:
     document = json.loads((ROOT / "results/bandwidth.json").read_text())
-    document["settings"]["sources"] = {"int8": "0123456789"}
+    document["settings"] |= settings
     path = tmp_path / "m.json"
     path.write_text(json.dumps(document))
     for mode in (("--workers", "8"), ("--links",)):
-        words = ("--compressor", "int8", "--kernels", path, "--results", tmp_path, "--json")
+        words = ("--compressor", "int8,topk", "--kernels", path, "--results", tmp_path, "--json")
         result = invoke("predict", *mode, *words, "--progress", "none").json
-        notes = [note for table in result["tables"] for note in table["notes"]]
-        assert any("measured times of int8 are not used" in note for note in notes), mode
+        notes = " ".join(note for table in result["tables"] for note in table["notes"])
+        for name in ("int8", "topk"):
+            assert (f"measured times of {name} are not used" in notes) == (name in unused), mode
 
 
 def test_passes_over_payloads_grow_with_all_gather_alone() -> None:
