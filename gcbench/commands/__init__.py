@@ -244,6 +244,16 @@ def with_groups(function: Callable[..., None]) -> Callable[..., None]:
     return with_flags(call, flags, function)
 
 
+def refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
+    """Raise UsageError for an option on the command line that a mode does not use."""
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
+        source = ctx.get_parameter_source(name)
+        explicit = source is not None and source.name == "COMMANDLINE"
+        if explicit and name not in (*used, *Output._fields):
+            raise UsageError(f"{parameter.opts[0]} has no effect with {mode}; omit it")
+
+
 def command_line() -> str:
     """Return the command line of gcbench or of a script."""
     script = Path(sys.argv[0])

@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import DataDir, Output, command_line, option, with_groups
+from gcbench.commands import DataDir, Output, command_line, option, refuse_unused, with_groups
 from gcbench.core.errors import UsageError
 
 TRAINED = "Training (without captures)"
+WITH_CAPTURES = {"captures", "compressor", "layers", "capture", "workers"}
 
 
 @with_groups
 def histogram(
+    ctx: typer.Context,
     *,
     captures: Annotated[
         list[Path] | None,
@@ -67,6 +69,7 @@ def histogram(
     measuring.methods_of(compressor)  # before any training
     chosen = None if capture is None else capturing.steps(capture)
     if captures:
+        refuse_unused(ctx, WITH_CAPTURES, "captured gradients")
         loaded = capturing.load(captures)
     else:
         words = {"task": task, "workers": workers or 4, "steps": steps, "batch": batch}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from gcbench.commands import Output, make, numbers, option, with_groups
+from gcbench.commands import Output, make, numbers, option, refuse_unused, with_groups
 from gcbench.core.errors import UsageError
 
 CLUSTER_YAML = """
@@ -140,16 +140,6 @@ LINKS = {"links", "workers", "compressor", "kernels", "link_latency_us"}
 VALIDATE = {"validate"}
 
 
-def _refuse_unused(ctx: typer.Context, used: set[str], mode: str) -> None:
-    """Refuse options that a mode does not use."""
-    for parameter in ctx.command.params:
-        name = str(parameter.name)
-        source = ctx.get_parameter_source(name)
-        explicit = source is not None and source.name == "COMMANDLINE"
-        if explicit and name not in (*used, *Output._fields):
-            raise UsageError(f"{parameter.opts[0]} has no effect with {mode}; omit it")
-
-
 @with_groups
 def predict(
     ctx: typer.Context,
@@ -190,10 +180,10 @@ def predict(
 
     study: Any
     if validate:
-        _refuse_unused(ctx, VALIDATE, "--validate")
+        refuse_unused(ctx, VALIDATE, "--validate")
         study, settings, steps = validation, validation.settings(), 1
     elif links:
-        _refuse_unused(ctx, LINKS, "--links")
+        refuse_unused(ctx, LINKS, "--links")
         study, measured = break_even, break_even.measurement(job.kernels)
         settings = make(
             break_even.Settings,

@@ -585,6 +585,8 @@ def test_several_seeds_are_several_trainings(tmp_path: Path) -> None:
         (["--workers", "3"], "--workers 3: "),
         (["--layers", "z*"], "unknown layer 'z*'"),
         (["--plot", "x.txt"], ".png"),
+        (["--task", "digits"], "--task has no effect"),
+        (["--seed", "0"], "--seed has no effect"),
     ],
 )
 def test_invalid_options_are_refused(tmp_path: Path, words: list[str], expected: str) -> None:
