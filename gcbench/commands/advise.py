@@ -41,7 +41,9 @@ def advise(
             help="Measure encoding times here, and under torchrun also the link between its ranks.",
         ),
     ] = False,
-    device: Annotated[str, option("With --measure: cpu (gloo) or cuda (NCCL).")] = "cpu",
+    device: Annotated[
+        str | None, option("With --measure: cpu (gloo) or cuda (NCCL).", show_default="cpu")
+    ] = None,
     out: Output,
 ) -> None:
     """Plan a training job: one worker, fp32, bf16, each method, accumulation, local steps, FSDP.
@@ -53,6 +55,8 @@ def advise(
     from gcbench.predict import advice, measuring
     from gcbench.training import grid, rank
 
+    if device is not None and not measure:
+        raise UsageError(f"--device {device} needs --measure: nothing else runs on a device")
     chosen = compressed(job.compressor)
     changes: dict[str, object] = {}
     if measure:
@@ -65,7 +69,9 @@ def advise(
                     f"--cluster-set {key}={changed[key]}: under torchrun --measure measures this; "
                     "leave one of the two out"
                 )
-        here = measuring.measure(chosen, device, out.results, out.progress.value, force=out.force)
+        here = measuring.measure(
+            chosen, device or "cpu", out.results, out.progress.value, force=out.force
+        )
         if here is None:
             return  # worker 0 prints
         job, changes = job._replace(kernels=str(here.kernels)), here.changes

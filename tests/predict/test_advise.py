@@ -838,6 +838,7 @@ def test_the_simplest_of_tied_methods_is_recommended(tmp_path: Path) -> None:
         (["--cluster-set", "inter.gbit=0"], "greater than 0"),
         (["--runs", "gone"], "does not exist"),
         (["--compressor", "topc"], "Did you mean 'topk'"),
+        (["--device", "cuda"], "--measure"),
         (["--plot", "x.jpg"], "x.jpg"),
     ],
 )
