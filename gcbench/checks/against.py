@@ -17,7 +17,9 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -111,10 +113,13 @@ def load(path: Path) -> Reference:
             f"--against {path}: decoded asks for {', '.join(unknown)}; behind x and segments the "
             f"names {', '.join(ARGUMENTS)} are available"
         )
-    tolerance = float(getattr(module, "TOLERANCE", 0.0))
+    stated = getattr(module, "TOLERANCE", 0.0)
+    tolerance = float(stated) if isinstance(stated, Real) else math.nan
     if not 0 <= tolerance < 1:
-        raise UsageError(f"--against {path}: TOLERANCE = {tolerance}; from 0 to below 1 allowed")
+        raise UsageError(f"--against {path}: TOLERANCE = {stated!r}; from 0 to below 1 allowed")
     average = getattr(module, "mean", lambda decoded: decoded.mean(0))
+    if not callable(average):
+        raise UsageError(f"--against {path}: mean = {average!r}; define mean(decoded) -> (n,)")
     return Reference(path, function, average, tolerance, wanted)
 
 

@@ -112,6 +112,8 @@ def test_the_draws_of_a_method_are_at_hand(tmp_path):
         ("x = 1", "decoded"),
         ("def decoded(x, segments, colour): ...", "colour"),
         ("def decoded(x, segments): ...\nTOLERANCE = 2", "TOLERANCE"),
+        ("def decoded(x, segments): ...\nTOLERANCE = '1e-6'", "TOLERANCE"),
+        ("def decoded(x, segments): ...\nmean = 3", "mean = 3"),
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
