@@ -313,6 +313,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         (["--plain", "allreduce"], "Did you mean 'all_reduce'"),
         (["--backend", "cuda"], "backend 'cuda'"),
         (["--device", "cuda"], "no CUDA device"),
+        (["--link-latency-us", "inf"], "--link-latency-us inf"),
         (["--plot", "x.gif"], ".png"),
         (["-n", 0], "-n"),
     ]:

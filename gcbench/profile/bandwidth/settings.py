@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from typing import Any
@@ -128,6 +129,8 @@ def make(
         workers = member.size if member else 2
     if workers < 2:
         raise UsageError(f"--workers {workers}: an exchange needs at least 2")
+    if math.isinf(others.get("link_latency_us", 0.0)):
+        raise UsageError("--link-latency-us inf: expected a finite number of microseconds")
     here = member.local_size if member else workers
     limits.check_threads(threads or 1)
     if member is None:
