@@ -256,9 +256,19 @@ def of_module(spec: str) -> Network:
     last = set(classifier(module)) & trained.keys()
     names = sorted(trained, key=lambda name: name in last)
     shapes = tuple(tuple(trained[name].shape) for name in names)
-    buffers = sum(one.nbytes for one in module.buffers())
+    *_, head = (
+        prefix for prefix, one in module.named_modules() if [*one.parameters(recurse=False)]
+    )
+    shared = [names.index(name) for name in last if name.rpartition(".")[0] != head]
     return Network(
-        spec, spec, shapes, len(last), frozen=frozen, inputs=inputs_of(module), buffers=buffers
+        spec,
+        spec,
+        shapes,
+        len(last),
+        frozen=frozen,
+        inputs=inputs_of(module),
+        tied=shared[0] if shared else None,
+        buffers=sum(one.nbytes for one in module.buffers()),
     )
 
 

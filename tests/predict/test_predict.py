@@ -590,6 +590,27 @@ def test_a_tied_head_arrives_last() -> None:
     assert sorted(network.arrival) == sorted(network.shapes)
 
 
+TIED = """
+from torch import nn
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 100)
+        self.head.weight = self.embed.weight
+"""
+
+
+def test_the_tied_head_of_a_module_arrives_last(tmp_path, monkeypatch) -> None:
+    (tmp_path / "tied_of_scale.py").write_text(TIED)
+    monkeypatch.chdir(tmp_path)
+    network = networks.of_module("tied_of_scale:Language")
+    assert network.arrival == ((100,), (8,), (8, 8), (100, 8))
+    assert network.split(dense_last=True)[1] == ((100, 8), (100,))
+
+
 def test_buffers_are_broadcast_before_every_forward_pass(tmp_path, monkeypatch) -> None:
     """12.5 MB over 1 Gbit/s take 0.1 s, which nothing hides; FSDP broadcasts none."""
     (tmp_path / "buffered.py").write_text(
