@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +13,27 @@ from gcbench.commands import Output, make, option, with_groups
 
 def _texts(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+    """Return digests of the compressors' code and of the files in the other words.
+
+    Raises:
+        UsageError: an unknown compressor, or a file that cannot be registered.
+    """
+    from gcbench.core import files, registry
+    from gcbench.training import grid
+
+    digests = {}
+    for spec in compressors:
+        name, _ = grid.method(spec)
+        registry.compressor_class(name)
+        digests[spec] = registry.source_digest(name)
+    for word in arguments:
+        path = Path(word.rpartition("=")[2])
+        if path.is_file():
+            digests[word] = files.hash_file(path)
+    return digests
 
 
 @with_groups
@@ -46,6 +69,7 @@ def netlab(
     """
     from gcbench import netlab as lab
     from gcbench.core.errors import UsageError
+    from gcbench.report import analysis as measuring
 
     if nodes is None:
         nodes, rest = divmod(workers or 4 * workers_per_node, workers_per_node)
@@ -69,6 +93,7 @@ def netlab(
         loss=_texts(loss),
         compressors=compressors,
         arguments=arguments,
+        sources=_sources(compressors, arguments),
     )
     settings.links()  # raises before any work
-    out.deliver(out.run(lab, settings, lab.steps(settings)))
+    out.deliver(out.run(lab, settings, lab.steps(settings), measuring.code(lab)))

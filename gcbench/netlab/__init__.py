@@ -46,6 +46,9 @@ class Settings(BaseModel):
     compressors: list[str] = Field(min_length=1)
     arguments: list[str]
     """The other words of `gcbench run`."""
+    sources: dict[str, str] = {}
+    """Digests of the compressors' code and of the files in `arguments`, so that a result is not
+    reused after one of them was edited."""
 
     @field_validator("loss")
     @classmethod

@@ -136,6 +136,29 @@ def test_a_grid_of_runs_is_refused(monkeypatch, tmp_path):
     assert "--seed 0,1" in done.err
 
 
+def test_a_finished_lab_is_repeated_only_with_force_or_other_files(monkeypatch, tmp_path):
+    jobs = []
+    summary = {"step_seconds": 1.0, "phase_seconds": {"communicate": 0.5}, "steps": 2}
+    summary |= {"wire_bytes": {"total": 9}, "seconds": 2.0, "params_sha256": ""}
+    record = {"link": {"bits_per_second": 1e8, "round_trip": 1e-4}, "sent": [9, 9]}
+    monkeypatch.setattr(launcher, "isolate", lambda: ())
+    measure = lambda job: jobs.append(job) or {**record, "summary": summary}  # noqa: E731
+    monkeypatch.setattr(launcher, "measure", measure)
+    config = tmp_path / "c.yaml"
+    words = ("netlab", "--bandwidth", "1gbit", "--results", tmp_path / "a")
+
+    def measured(*more):
+        before = len(jobs)
+        done = invoke(*words, *more, "--", *RUN, "--compressor", "none,bf16", "--config", config)
+        assert done.code == 0, done
+        return len(jobs) - before
+
+    config.write_text("lr: 0.1")
+    assert [measured(), measured("--details"), measured("--force")] == [2, 0, 2]
+    config.write_text("lr: 0.2")
+    assert [measured(), measured("--json")] == [2, 0]
+
+
 def test_each_link_has_a_name_of_its_own_and_is_measured_once():
     settings = Settings(
         bandwidth=["100mbit", "0.1gbit"],
