@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-"""A job of two ranks, as a user would write it; the argument is what is wrong with it.
+"""A job of two or three ranks, as a user would write it; the argument is what is wrong with it.
 
 Without torchrun it forks its ranks, so that they share one import of torch.
 """
@@ -26,9 +26,10 @@ if PRELOADED:
 if "RANK" not in os.environ:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    size = 3 if kind == "two hooks" else 2
+    os.environ |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     children = []
-    for number in range(2):
+    for number in range(size):
         os.environ["RANK"] = str(number)
         child = os.fork()
         if not child:
@@ -51,10 +52,21 @@ if kind in ("int8", "ring", "rewrapped"):
     hook.register(ddp)
 if kind == "rewrapped":  # the new wrapper has no hook
     ddp = DistributedDataParallel(ddp.module)
+beside = None
+if kind == "two hooks":
+    from gcbench.integrations.ddp import comm_hook
+
+    beside = DistributedDataParallel(nn.Linear(64, 64))
+    hooks = [comm_hook("int8").register(each) for each in (ddp, beside)]
 optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
 for step in range(7):
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-    ddp(x).square().mean().backward()
+    losses = [model(x).square().mean() for model in (ddp, beside) if model is not None]
+    if rank == 0:  # the hook of the second model is first
+        sum(losses).backward()
+    else:
+        for loss in losses:
+            loss.backward()
     if kind == "differ" and rank == 1 and step == 3:
         next(ddp.parameters()).grad.mul_(1 + 2.0**-20)
     optimizer.step()

@@ -79,6 +79,12 @@ def test_a_job_with_our_hook(kind, python):
     assert "`send` of unknown time" in document(done)["answer"][0]
 
 
+def test_two_hooks_are_compared_separately(python):
+    """Ranks call the collectives of the two in another order."""
+    done, _ = watched("two hooks", launcher=python)
+    assert done.code == 0, document(done)["answer"]
+
+
 def test_a_hook_on_a_model_that_does_not_train(python):
     done, rows = watched("rewrapped", launcher=python)
     assert done.code == 1

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import os
 import sys
@@ -108,7 +109,10 @@ class Recorder:
         self.totals: dict[tuple[str, str, int], list[float]] = {}
         """(collective, dtype, ranks) -> calls, bytes handed over and sent, seconds, calls timed."""
         self.groups: dict[str, int] = {}
-        """Process groups of all ranks: their order of first use."""
+        """Process groups of all ranks by name: their order of first use."""
+        self.unnamed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Those that torch does not register, such as those of gcbench's hooks."""
+        self.numbers = itertools.count()
         self.counts: dict[str, int] = {}
         self.digests: dict[str, dict[int, int]] = {}
         self.steps = 0
@@ -175,10 +179,13 @@ class Recorder:
 
     def _label(self, group: Any) -> str:
         """Return a name of a group of all ranks that is the same on every rank."""
-        key = "unnamed"  # groups that torch does not register, such as those of gcbench's hooks
+        name = ""
         with contextlib.suppress(RuntimeError):
-            key = str(group.group_name)
-        return f"in group {self.groups.setdefault(key, len(self.groups))}"
+            name = str(group.group_name)
+        groups, key = (self.groups, name) if name else (self.unnamed, group)
+        if key not in groups:
+            groups[key] = next(self.numbers)
+        return f"in group {groups[key]}"
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """Note the end of an optimizer step of the first optimizer."""
