@@ -59,6 +59,11 @@ if kind == "two hooks":
     beside = DistributedDataParallel(nn.Linear(64, 64))
     hooks = [comm_hook("int8").register(each) for each in (ddp, beside)]
 optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+if kind in ("local", "local differ"):
+    from gcbench.integrations.local import local_steps
+
+    ddp = ddp.module
+    hook = local_steps(ddp, optimizer, "int8", every=3)
 for step in range(7):
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank))
     losses = [model(x).square().mean() for model in (ddp, beside) if model is not None]
@@ -74,6 +79,10 @@ for step in range(7):
 print(kind, "done")
 if kind == "fail" and rank == 1:
     sys.exit(3)
+if kind in ("local", "local differ"):
+    hook.exchange()
+if kind == "local differ" and rank == 1:
+    next(ddp.parameters()).data += 1
 if hook is not None:
     hook.close()
 dist.destroy_process_group()

@@ -85,6 +85,15 @@ def test_two_hooks_are_compared_separately(python):
     assert done.code == 0, document(done)["answer"]
 
 
+def test_ranks_may_differ_within_a_round_of_local_steps(python):
+    """They are compared after step 6, the end of a round, and at the end of the job."""
+    done, _ = watched("local", launcher=python)
+    assert done.code == 0, document(done)["answer"]
+    done, _ = watched("local differ", launcher=python)
+    (fault,) = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
+    assert "parameters after step 7: ranks [1]" in fault
+
+
 def test_a_hook_on_a_model_that_does_not_train(python):
     done, rows = watched("rewrapped", launcher=python)
     assert done.code == 1

@@ -119,6 +119,7 @@ class Recorder:
         self.first: Any = None
         self.last: Any = None
         self.optimizer: Any = None
+        self.references: list[weakref.ref[Any]] = []
         library: Any = torch.library.Library
         self._library = library("c10d", "IMPL")
         for operator in CALLS:
@@ -204,8 +205,13 @@ class Recorder:
 
     def _check_parameters(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(map(sharded, parameters)):
+        in_round = any(getattr(hook, "_open", 0) for hook in self._alive())  # of local steps
+        if not in_round and not any(map(sharded, parameters)):
             self.digests.setdefault("parameters", {})[self.steps] = digest(parameters)
+
+    def _alive(self) -> list[Any]:
+        """Return the hooks that `_hooks` found and that still exist."""
+        return [hook for reference in self.references if (hook := reference()) is not None]
 
     def _hooks(self) -> list[dict[str, Any]]:
         """Return gcbench's hooks in this process, and the bytes that each has sent to others."""
@@ -215,13 +221,12 @@ class Recorder:
         if self.steps == 1 or self.steps % self.every == 0:
             hooks = [each for each in gc.get_objects() if issubclass(type(each), module.Hook)]
             self.references = [weakref.ref(each) for each in hooks]
-        alive = [hook for reference in self.references if (hook := reference()) is not None]
         return [
             {
                 "hook": f"{hook.CALL}({hook.settings.compressor!r})",
                 "wire": hook.traffic.wire + (hook.checked.wire if hasattr(hook, "checked") else 0),
             }
-            for hook in alive
+            for hook in self._alive()
         ]
 
     def write(self) -> None:
