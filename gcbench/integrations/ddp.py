@@ -192,7 +192,9 @@ class CommHook(Hook):
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)
-        self._step = 0
+        self._step = self._absent = 0
+        """Steps so far, and those of them before this rank exchanged anything: of a state that
+        another number of ranks saved."""
         self._checked_bytes = Traffic()
         self._records: deque[Comparison] = deque(maxlen=RECORDS)
         self._ready = 0.0
@@ -308,7 +310,7 @@ class CommHook(Hook):
     @property
     def plain_bytes(self) -> float:
         """Bytes that this rank would have sent in fp32."""
-        return 4.0 * self._step * self._flat.numel() if self._worker else 0.0
+        return 4.0 * (self._step - self._absent) * self._flat.numel() if self._worker else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -440,6 +442,7 @@ class CommHook(Hook):
         level = self._level
         entry = {
             "step": self._step,
+            "absent": self._absent,
             "checked": list(astuple(self._checked_bytes)),
             "exchange": level.exchange.state_dict() if self._exchanges else None,
         }
@@ -453,7 +456,10 @@ class CommHook(Hook):
         entries = self._entries(state) if resized else [self._entry(state, rank, size)]
         entry = entries[min(rank, len(entries) - 1)]
         step = sealed.integer("step", sealed.entry(entry, "step"), 0, sealed.STEPS)
+        absent = sealed.integer("absent", entry.get("absent", 0), 0, sealed.STEPS)
         checked = traffic_of("checked", sealed.entry(entry, "checked"))
+        if resized and (rank >= len(entries) or sealed.entry(entry, "exchange") is None):
+            absent, checked = step, Traffic()
         if resized and size == 1:
             raise UsageError(
                 "one rank has no residuals, so those of the state would be lost. Register a hook "
@@ -469,7 +475,7 @@ class CommHook(Hook):
             if saved[0] is not None or not resized:  # a state of one rank has no exchange
                 exchange.load_state_dict(saved[0])
             self._level.exchange = exchange
-        self._step, self._checked_bytes = step, checked
+        self._step, self._absent, self._checked_bytes = step, absent, checked
 
     # -- called by DDP, in its threads -------------------------------------------------------------
 

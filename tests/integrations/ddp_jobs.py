@@ -1783,3 +1783,31 @@ def resized(rank: int, size: int) -> dict[str, Any]:
     result["trains on"] = hook.step
     hook.close()
     return result
+
+
+@job
+def grown(rank: int, size: int) -> dict[str, Any]:
+    """Three steps by one or two ranks, then two by all: what this rank sent, per fp32 byte."""
+    result: dict[str, Any] = {}
+    for few in (1, 2):
+        part, state = dist.new_group([*range(few)]), {}
+        if rank < few:
+            ddp = wrapped(model(), process_group=part)
+            hook = comm_hook("topk", check_every=1).register(ddp)
+            train(ddp, sgd(ddp), range(3), rank)
+            state = dict(hook.state_dict())
+            hook.close()
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, state)
+        ddp = wrapped(model())
+        hook = comm_hook("topk", check_every=1, on_resize="redistribute").register(ddp)
+        hook.load_state_dict({key: entry for each in everyone for key, entry in each.items()})
+        train(ddp, sgd(ddp), range(3, 5), rank)
+        again = comm_hook("topk", check_every=1)
+        again.load_state_dict(hook.state_dict())
+        again.register(wrapped(model()))
+        for name, each in {"": hook, " resumed": again}.items():
+            result[f"{few}{name}"] = up(each) / each.plain_bytes
+            result[f"{few}{name} checked"] = each.checked.payload_up / each.plain_bytes
+            each.close()
+    return result

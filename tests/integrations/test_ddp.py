@@ -32,12 +32,13 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 ROOT = Path(__file__).parents[2]
 METHODS = ddp_jobs.representatives()
+RESIZED = ("resized", "grown")
 JOBS = jobs.Jobs(
     "ddp_jobs",
     METHODS,
     {
-        2: [name for name in ddp_jobs.JOBS if name != "resized"],
-        3: ["plain", "rebuilt", "unused", "two_models", "differences", "resized"],
+        2: [name for name in ddp_jobs.JOBS if name not in RESIZED],
+        3: ["plain", "rebuilt", "unused", "two_models", "differences", *RESIZED],
     },
 )
 of = JOBS.of
@@ -645,6 +646,13 @@ def test_another_world_size_is_refused_or_preserves_the_mean_of_residuals():
         for name in ("residuals", "owners", "carried"):
             assert result[name] == [True, True]
         assert (result["step"], result["trains on"]) == (3, 5)
+
+
+def test_bytes_of_a_rank_that_joins_a_job_count_from_then_on():
+    """Of one rank alone nothing counts. The checks send each element once, in fp32."""
+    for result in of("grown", 3):
+        assert result["1"] == result["1 resumed"] == result["2"] == result["2 resumed"] < 0.1
+        assert all(value == 1 for name, value in result.items() if name.endswith("checked"))
 
 
 @pytest.mark.parametrize("how", ["copy", "file"])
