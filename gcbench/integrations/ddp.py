@@ -189,6 +189,12 @@ class CommHook(Hook):
     CALL = "gcbench.comm_hook"
     FORMAT = 3
     RESIZE = 'on_resize="redistribute"'
+    BYPASSED = (
+        "not model.module(x), not another wrapper of the same module, and not under no_sync at "
+        "every step. Convert the module's dtype before DistributedDataParallel wraps it. "
+        "hook.close() discards a hook that is not used"
+    )
+    REPLACED = "close the hook and register a new one; its state keeps the residuals"
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)

@@ -239,6 +239,11 @@ class ShardHook(Hook):
 
     CALL = "gcbench.shard_hook"
     FORMAT = 4
+    BYPASSED = "not of another one, and not with set_requires_gradient_sync(False) at every step"
+    REPLACED = (
+        "call fully_shard on a new model and register a new hook; this one's state keeps the "
+        "residuals"
+    )
 
     def __init__(self, settings: Settings, rates: Rates) -> None:
         super().__init__(settings, rates)

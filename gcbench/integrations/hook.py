@@ -185,6 +185,10 @@ class Hook:
     """Version of the states."""
     RESIZE = ""
     """The argument that allows a state of another number of ranks to be loaded; "": none."""
+    BYPASSED = ""
+    """What not to do, as it bypasses the exchange."""
+    REPLACED = ""
+    """What to do if another optimizer replaces the followed one."""
 
     def __init__(self, settings: Any, rates: Rates) -> None:
         self._settings, self._rates = settings, rates

@@ -54,6 +54,8 @@ class Rates:
         """Kinds of warnings so far: each is issued once."""
         self._unsuitable = unsuitable
         self._owner: Callable[[], Hook | None] = lambda: None
+        self._kind: type[Hook]
+        """The class of the hook that exchanges the parameters."""
         self._applied: dict[str, int] = {}
         """Name -> its exchanges (`Hook._fresh`) at the last step that moved this parameter."""
         self._repeats: dict[str, int] = {}
@@ -105,7 +107,7 @@ class Rates:
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
-        self._owner, self._last = weakref.ref(hook), hook.step
+        self._owner, self._kind, self._last = weakref.ref(hook), type(hook), hook.step
         if not self._handles:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
@@ -267,10 +269,7 @@ class Rates:
                 f"{type(optimizer).__name__} made {count} steps, and no gradient passed through "
                 f"the hook, which is at step {exchanges}: nothing is compressed, and unless "
                 "something else averages the gradients, the ranks drift apart. Run the forward "
-                "pass of the model on which the hook is registered: not model.module(x), not "
-                "another wrapper of the same module, and not under no_sync at every step. Convert "
-                "the module's dtype before DistributedDataParallel wraps it. "
-                "hook.close() discards a hook that is not used",
+                f"pass of the model on which the hook is registered: {self._kind.BYPASSED}",
             )
 
     def _check_scaler(self, scaler: Any, optimizer: Any) -> None:
@@ -303,7 +302,7 @@ class Rates:
                     f"moves {name} with the learning rate {rate:g}; the hook follows "
                     f"{'none' if expected is None else f'{expected:g}'} for it. Pass all "
                     "optimizers: optimizer=[first, second]. For one that replaces another, "
-                    "close the hook and register a new one; its state keeps the residuals",
+                    f"{self._kind.REPLACED}",
                 )
                 return
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -718,6 +719,18 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
         result[name] = warned(act)
         result[f"{name}, saved"] = warned(hook.state_dict)
     return result
+
+
+@job
+def replaced(rank: int, size: int) -> dict[str, Any]:
+    """Another optimizer replaces the followed one, then makes steps without a backward pass."""
+    net = sharded()
+    hook = gcbench.shard_hook("onebit").register(net, optimizer=sgd(net))
+    other = torch.optim.SGD(net.parameters(), lr=0.01)
+    texts = warned(partial(train, net, range(1), rank, optimizer=other))
+    texts += warned(lambda: [other.step() for _ in range(2)])
+    calls = [call for text in texts for call in re.findall(r"hook\.(\w+)\(", text)]
+    return {"texts": texts, "missing": [call for call in calls if not hasattr(hook, call)]}
 
 
 @job

@@ -285,6 +285,12 @@ def test_a_non_finite_gradient_is_skipped_on_all_ranks():
         assert result["and on"]
 
 
+def test_warnings_about_steps_name_calls_that_the_hook_has():
+    for result in of("replaced"):
+        assert ["0.01" in text for text in result["texts"]] == [True, False]
+        assert result["missing"] == []
+
+
 def test_a_model_that_returns_to_an_earlier_step_without_the_hook_causes_a_warning():
     for result in of("rolled_back"):
         (text,) = result["model"]
