@@ -22,7 +22,7 @@ from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.exchange import checked_rate
 from gcbench.core.memory import Memory
 from gcbench.core.world import Traffic
-from gcbench.integrations import agreement, arguments, handshake, scheme
+from gcbench.integrations import agreement, arguments, handshake, scheme, steps
 from gcbench.integrations.agreement import Common
 from gcbench.integrations.hook_world import HookWorld, release
 from gcbench.integrations.level import Level
@@ -148,7 +148,7 @@ class Observer:
 
     def __init__(self, call: Callable[[nn.Module], None], *, warns: bool = False) -> None:
         """`warns`: whether the copy warns if it is trained."""
-        self._call, self._warns = call, warns
+        self._call, self._warns = steps.uncompiled(call), warns
 
     def __call__(self, model: nn.Module, *arguments: Any) -> None:
         """Notify the hook."""

@@ -453,6 +453,20 @@ def autocast(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def compiled(rank: int, size: int) -> dict[str, Any]:
+    """Train a model that torch.compile wraps after `register`; and one as it is."""
+    ends, texts = [], []
+    for compiles in (False, True):
+        ddp = wrapped(model(), bucket_cap_mb=25)
+        hook = comm_hook("onebit").register(ddp)
+        called: Any = torch.compile(ddp, backend="eager") if compiles else ddp
+        texts = warned(partial(train, called, sgd(ddp), range(STEPS), rank))
+        ends.append(flat(ddp))
+        hook.close()
+    return {"equal": torch.equal(*ends), "texts": texts}
+
+
+@job
 def bfloat16(rank: int, size: int) -> dict[str, Any]:
     """A model whose parameters are bfloat16: exchanged in float32, rounded at the end."""
     hook = comm_hook("onebit", **METHOD)

@@ -96,6 +96,12 @@ def test_precision_and_accumulation(name):
     assert of("no_sync")[0]["steps"] == ddp_jobs.STEPS
 
 
+def test_torch_compile_does_not_trace_the_hook():
+    for result in of("compiled"):
+        assert result["equal"]
+        assert result["texts"] == []
+
+
 def test_shapes_and_segments_follow_the_strides_of_channels_last():
     for result in of("channels_last"):
         assert result["permuted"]
