@@ -289,6 +289,11 @@ class LocalSteps(Hook):
                 "the parameters are sharded (DTensors), and local steps need whole ones on every "
                 "rank. Use gcbench.shard_hook, or leave fully_shard out"
             )
+        if not {id(p) for p in named.values()} & _parameters(self._optimizer):
+            raise UsageError(
+                "the optimizer has none of the model's parameters, so its steps would not change "
+                "what is exchanged. Create it from model.parameters(), and pass that one"
+            )
         device = next(iter(named.values())).device
         handshake.check_backend("the default", group, device)
         shapes = {name: tuple(p.shape) for name, p in named.items()}

@@ -348,6 +348,8 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     result["sharded"] = refused(lambda: gcbench.local_steps(shards, optimizer, "int8", every=2))
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    averaged = copy.deepcopy(net)
+    result["optimizer"] = refused(lambda: gcbench.local_steps(averaged, optimizer, "int8", every=2))
     prepared: Any = SimpleNamespace(optimizer=optimizer)  # as frameworks wrap it
     with torch.no_grad():
         for parameter in net.parameters():

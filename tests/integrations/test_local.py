@@ -80,6 +80,7 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert "open steps: rank 0 0, rank 1 1" in result["no open step"]["text"]
         assert "float32" in result["double"]["text"]
         assert "shard_hook" in result["sharded"]["text"]
+        assert "optimizer has none of the model's parameters" in result["optimizer"]["text"]
         assert result["wrapped"] == 1, "the optimizer inside a framework's wrapper is counted"
         assert "at most" in result["blocks"]["text"]
         assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
