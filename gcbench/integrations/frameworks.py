@@ -117,10 +117,18 @@ def _gathered(world: HookWorld, sent: Tensor) -> dict[str, Any]:
 
 
 def save(hook: CommHook, folder: str | Path, name: str) -> None:
-    """Write this rank's state to a checkpoint's folder."""
-    folder = Path(folder)
+    """Write this rank's state to a checkpoint's folder.
+
+    Rank 0 deletes states there of ranks that the job does not have: of one with more ranks, which
+    saved in the same folder before.
+    """
+    folder, rank = Path(folder), dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(dict(hook.state_dict()), folder / _file(name, dist.get_rank()))
+    torch.save(dict(hook.state_dict()), folder / _file(name, rank))
+    present = {_file(name, each) for each in range(dist.get_world_size())}
+    for path in folder.glob(_file(name, "*")) if rank == 0 else ():
+        if path.name not in present:
+            path.unlink()
 
 
 def load(folder: str | Path, name: str) -> dict[str, Any] | None:

@@ -6,13 +6,15 @@ The jobs of two processes are in framework_jobs.py; one start of the processes d
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import framework_jobs
 import jobs
 import pytest
 from framework_jobs import INSTALLED
 
-from gcbench.integrations import agreement
+from gcbench.integrations import agreement, frameworks
+from gcbench.integrations.hook import key_of
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -119,6 +121,23 @@ def test_a_checkpoint_without_a_state_is_warned_about_once(name):
         assert {each["steps"] for each in texts} == {framework_jobs.EPOCH if "light" in name else 3}
         texts = [each["warned"] for each in texts]
     assert [len(each) for each in texts] == [1, 0]
+
+
+def test_a_smaller_job_replaces_the_states_of_a_larger_one(tmp_path, monkeypatch):
+    """Three ranks and then two save in the same folder, and each of three ranks loads from it."""
+
+    def become(rank: int, size: int) -> None:
+        monkeypatch.setattr(frameworks.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(frameworks.dist, "get_world_size", lambda: size)
+
+    for size in (3, 2):
+        for rank in range(size):
+            become(rank, size)
+            hook = SimpleNamespace(state_dict={key_of(rank, size): {}}.copy)
+            frameworks.save(hook, tmp_path, "gcbench")
+    for rank in range(3):
+        become(rank, 3)
+        assert {*frameworks.load(tmp_path, "gcbench")} == {"rank 0 of 2", "rank 1 of 2"}
 
 
 def test_states_of_another_job_are_refused_with_their_rank():
