@@ -112,7 +112,7 @@ def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Ana
         *missing(records),
         *disagreements(records, sharded=settings.sharded),
         *unexpected(settings, rows),
-        *beyond_hooks(records),
+        *unused_hooks(records),
     ]
     steps = min(record["steps"] for record in records)
     share = sum(float(row["share"] or 0) for row in rows)
@@ -254,22 +254,23 @@ def unexpected(settings: Settings, rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
-def beyond_hooks(records: Sequence[Record]) -> list[str]:
-    """Return a sentence if ranks send more than the gcbench hooks that the job created."""
+def unused_hooks(records: Sequence[Record]) -> list[str]:
+    """Return a sentence if a gcbench hook sent nothing, and the job sent more than its hooks."""
     record = records[0]
     if record["steps"] < 2 or not record["end"]["hooks"]:
         return []
-    count = record["steps"] - 1
-
-    def grown(of: Any) -> float:
-        return float((of(record["end"]) - of(record["start"])) / count)
-
-    hooks = grown(lambda snapshot: sum(each["wire"] for each in snapshot["hooks"]))
-    sent = grown(lambda snapshot: sum(row[5] for row in snapshot["totals"]))
-    if sent <= ROOM * hooks + SMALL:
+    before = {each["id"]: each["wire"] for each in record["start"]["hooks"]}
+    grown = [
+        (each["hook"], each["wire"] - before.get(each["id"], 0.0))
+        for each in record["end"]["hooks"]
+    ]
+    unused = [name for name, nbytes in grown if not nbytes]
+    totals = [sum(row[5] for row in record[at]["totals"]) for at in ("start", "end")]
+    sent = (totals[1] - totals[0]) / (record["steps"] - 1)
+    hooks = sum(nbytes for _, nbytes in grown) / (record["steps"] - 1)
+    if not unused or sent <= ROOM * hooks + SMALL:
         return []
-    names = ", ".join(each["hook"] for each in record["end"]["hooks"])
     return [
-        f"HOOK NOT USED: {names:.100} sends {hooks:,.0f} bytes per step and rank, the job "
-        f"{sent:,.0f}. Is it registered with the model that trains?"
+        f"HOOK NOT USED: {', '.join(unused):.100} sends nothing, the job {sent:,.0f} bytes per "
+        "step and rank. Is it registered with the model that trains?"
     ]

@@ -44,7 +44,7 @@ ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Li
 hook = None
 if kind == "fp16":
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-if kind in ("int8", "ring", "rewrapped"):
+if kind in ("int8", "ring", "rewrapped", "metrics"):
     from gcbench.integrations.ddp import comm_hook
 
     collective = "ring" if kind == "ring" else None
@@ -76,6 +76,8 @@ for step in range(7):
         next(ddp.parameters()).grad.mul_(1 + 2.0**-20)
     optimizer.step()
     optimizer.zero_grad()
+    if kind == "metrics":
+        dist.all_reduce(torch.zeros(100_000))
 print(kind, "done")
 if kind == "fail" and rank == 1:
     sys.exit(3)

@@ -101,6 +101,13 @@ def test_a_hook_on_a_model_that_does_not_train(python):
     assert any("HOOK NOT USED: gcbench.comm_hook(" in line for line in document(done)["answer"])
 
 
+def test_a_job_may_send_more_than_its_hook(python):
+    """Such as metrics, buffers, or the parameters that FSDP gathers."""
+    done, rows = watched("metrics", launcher=python)
+    assert rows["all_reduce", "float32"]["sent"] > 4 * rows["send", "uint8"]["sent"] > 0
+    assert done.code == 0, document(done)["answer"]
+
+
 def test_bytes_above_the_expected_ones():
     rows = [{"dtype": "float32", "sent": 800.0}, {"dtype": "uint8", "sent": 200.0}]
     settings = watch.Settings(command=["job"], expect="/900")

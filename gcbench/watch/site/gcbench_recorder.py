@@ -223,6 +223,7 @@ class Recorder:
             self.references = [weakref.ref(each) for each in hooks]
         return [
             {
+                "id": id(hook),
                 "hook": f"{hook.CALL}({hook.settings.compressor!r})",
                 "wire": hook.traffic.wire + (hook.checked.wire if hasattr(hook, "checked") else 0),
             }
