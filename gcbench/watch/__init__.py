@@ -33,7 +33,7 @@ ROOM = 1.1
 """Factor on expected bytes, for agreements, losses and headers."""
 SMALL = 4096
 """Bytes per step beyond the expected ones that are not reported."""
-PATTERN = re.compile(r"([a-z][a-z0-9_]*)?(?:/([0-9.]+(?:e[0-9]+)?))?")
+PATTERN = re.compile(r"([a-z][a-z0-9_]*)?(?:/([0-9]*\.?[0-9]+(?:e[0-9]+)?))?")
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

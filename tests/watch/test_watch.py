@@ -159,7 +159,7 @@ def test_the_hidden_sitecustomize_runs(tmp_path, monkeypatch):
     assert os.environ.get("HIDDEN") is None
 
 
-@pytest.mark.parametrize("text", ["BF16", "bf16/", "bf16/many", "1e6"])
+@pytest.mark.parametrize("text", ["BF16", "bf16/", "bf16/many", "1e6", "bf16/1.000.000", "/."])
 def test_an_expectation_has_a_form(text):
     done = invoke("watch", "--expect", text, "--", "true")
     assert done.code == 2
