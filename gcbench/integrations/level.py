@@ -124,8 +124,8 @@ class Level:
 
         `gradient`: of the lane, 1-D. `skip`: parameters to leave out.
         """
-        state = self.exchange.workers[0][number]
-        for buffer in self.exchange.lanes[number].memory.residuals:
+        state, memory = self.exchange.workers[0][number], self.exchange.lanes[number].memory
+        for buffer in memory.residuals:
             squares: dict[str, Tensor] = {}
             for name, part in zip(self.names[number], self.parts[number], strict=True):
                 if name not in skip:
@@ -133,7 +133,8 @@ class Level:
                     both = torch.stack([x.double().square().sum() for x in pair])
                     squares[name] = squares[name] + both if name in squares else both
             for name, both in squares.items():
-                self.watch.look(name, *both.sqrt().tolist())
+                norms = both.sqrt().tolist()
+                self.watch.look(name, *norms, decays=hasattr(memory, "decay"))
 
     def diverged(
         self,

@@ -41,8 +41,11 @@ class Watch:
         now = self._now[name]
         return 0 < now < self._rates.get(name, 0.0) / FELL
 
-    def look(self, name: str, residual: float, gradient: float) -> None:
-        """Warn if a residual of this norm is too large for the gradient's norm."""
+    def look(self, name: str, residual: float, gradient: float, *, decays: bool) -> None:
+        """Warn if a residual of this norm is too large for the gradient's norm.
+
+        `decays`: whether the memory has a field "decay".
+        """
         calm, fell = max(1.0, self._calm.get(name, 1.0)), self._fell(name)
         self._rates[name] = self._now[name] or self._rates.get(name, 0.0)
         if self.warned or not (residual and gradient):
@@ -50,13 +53,14 @@ class Watch:
         times = residual / gradient
         if times > LARGE and times > (GROWN if fell else LARGE) * calm:
             self.warned = True
+            remedy = ', or let residuals decay: memory_options={"decay": 0.9}' if decays else ""
             warnings.warn(
                 f"the residual of {name} has a norm of {residual:.3g}, {times:.0f} times the "
                 f"{gradient:.3g} of its gradient; before it was at most {calm:.1f} times as large. "
                 "Did the learning rate fall by much, is hook.lr set to another rate than the "
                 "optimizer's, or does a GradScaler change the loss scale? Pass optimizer= and "
                 "scaler= instead of hook.lr. If the rate falls to 0 by design, let it end above "
-                'one tenth of its peak, or let residuals decay: memory_options={"decay": 0.9}',
+                f"one tenth of its peak{remedy}",
                 stacklevel=2,
             )
         if not fell:

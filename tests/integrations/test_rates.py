@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import re
 
 import pytest
 import torch
@@ -96,6 +98,23 @@ def test_a_rate_that_a_step_hook_sets_counts_from_the_next_step(level):
     optimizer.step()
     level.begin(1, rates)
     assert level.exchange.workers[0][0]["residual"].tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize(("name", "count"), [("residual", 1), ("dgc", 0), ("loco", 0)])
+def test_a_warning_about_a_residual_names_options_that_its_memory_has(
+    name, count, simulated, clock
+):
+    carried = memory.make(name, {})
+    lane = Lane(gcbench.get_compressor("topk"), "allgather", 0, Segments.of([(4,)]), carried)
+    level = Level(simulated(1), lambda step: [lane], [0], [[("a", 4)]], 0, clock)
+    level.exchange.workers[0][0][carried.residuals[0]].fill_(1000.0)
+    level.begin(0, Rates(None, None))
+    with pytest.warns(UserWarning, match="the residual of a") as caught:
+        level.look(0, torch.ones(4))
+    options = re.findall(r"memory_options=(\{.*?\})", str(caught[0].message))
+    assert len(options) == count
+    for each in options:
+        memory.make(name, ast.literal_eval(each))
 
 
 @pytest.fixture
