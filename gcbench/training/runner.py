@@ -360,8 +360,8 @@ class Runner:
         if self.force and flag:
             command += f" without {flag}"
         _say(f"{left} run(s) left. Continue with: {command}")
-        kept = {name for name, path in self.stale.items() if path.exists()}
-        if stale := kept | self.stale_rows:
+        existing = {name for name, path in self.stale.items() if path.exists()}
+        if stale := existing | self.stale_rows:
             _say(
                 f"It skips {len(stale)} of them, which still have results from before --force: "
                 "repeat these with --force and their own settings, such as --seed"
