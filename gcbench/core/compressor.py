@@ -275,13 +275,16 @@ class Compressor(ABC):
                 [ 0.,  1.]])
 
         Raises:
-            UsageError: `x` is not a floating-point tensor, or contains a NaN or an infinity.
+            UsageError: `x` is not a floating-point tensor, or contains a NaN, an infinity or a
+                value beyond float32.
         """
         if not x.is_floating_point():
             raise UsageError(f"x has dtype {x.dtype}: expected a floating-point tensor")
-        if not all_finite(x):
-            raise UsageError("x contains a NaN or an infinity: expected finite values")
         flat = x.detach().to(torch.float32).reshape(-1).contiguous()
+        if not all_finite(flat):
+            raise UsageError(
+                "x contains a NaN, an infinity or a value beyond float32: expected finite values"
+            )
         divide = _segments if x.numel() <= CACHED else _segments.__wrapped__
         ctx = Context(divide(tuple(x.shape), self.granularity), key=Key(seed, step, 0))
         shared, (prepared,) = codec.agree(self, [flat], ctx)

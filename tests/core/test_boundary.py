@@ -216,3 +216,19 @@ def test_a_nan_of_a_method_is_attributed_to_it(monkeypatch, tmp_path):
     assert "gcbench verify none" in done.err
     assert "--lr" not in done.err
     assert invoke(*words, "--force").code == 0
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "natural", "powersgd"])
+def test_a_double_beyond_float32_is_refused(name):
+    method = registry.compressor(name)
+    with pytest.raises(UsageError, match="beyond float32"):
+        method.compress(torch.tensor([1e300, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_tensors_of_eight_bits_are_compressed(dtype):
+    x = torch.tensor([1.0, -0.5, 3.5, 0.0]).to(dtype)
+    method = registry.compressor("int8")
+    assert torch.equal(method.decompress(method.compress(x)).float(), x.float())
+    with pytest.raises(UsageError, match="NaN"):
+        method.compress(torch.tensor([1.0, torch.nan]).to(dtype))
