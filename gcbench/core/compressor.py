@@ -294,12 +294,17 @@ class Compressor(ABC):
     def decompress(self, compressed: Compressed) -> Tensor:
         """Return the decoded tensor, with the shape and dtype of the original.
 
+        Decoded values beyond the dtype become its largest: `randomk` sends 100 times an element.
+
         `compressed`: the result of `compress` with the same configuration.
 
         Raises:
             PayloadError: another configuration produced it, or its bytes were modified.
         """
         flat = codec.decode(self, compressed.payload, compressed.context)
+        if compressed.dtype.itemsize < flat.dtype.itemsize:
+            largest = torch.finfo(compressed.dtype).max
+            flat = flat.clamp(-largest, largest)
         return flat.view(compressed.shape).to(compressed.dtype)
 
 

@@ -232,3 +232,16 @@ def test_tensors_of_eight_bits_are_compressed(dtype):
     assert torch.equal(method.decompress(method.compress(x)).float(), x.float())
     with pytest.raises(UsageError, match="NaN"):
         method.compress(torch.tensor([1.0, torch.nan]).to(dtype))
+
+
+@pytest.mark.parametrize("name", ["randomk", "natural", "eden"])
+def test_large_halves_stay_finite(name):
+    method = registry.compressor(name)
+    x = torch.full((200,), 65504.0, dtype=torch.float16)
+    assert method.decompress(method.compress(x)).abs().max() == 65504
+
+
+def test_a_large_brain_float_stays_finite():
+    method, largest = registry.compressor("randomk"), torch.finfo(torch.bfloat16).max
+    x = torch.full((200,), largest, dtype=torch.bfloat16)
+    assert method.decompress(method.compress(x)).max() == largest
