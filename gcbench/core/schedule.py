@@ -18,6 +18,8 @@ Options = Mapping[str, Any]
 
 STAGES = re.compile(r"\d+:[^/:]+(/\d+:[^/:]+)*")
 """The syntax of a schedule on the command line."""
+CONSTANTS = {"null": None, "true": True, "false": False}
+"""Constants as the command line writes them."""
 
 
 def parsed(name: str, value: Any) -> Any:
@@ -39,10 +41,11 @@ def parsed(name: str, value: Any) -> Any:
 
 def _literal(text: str) -> Any:
     """Return the number or constant that a text denotes, or the text."""
+    text = text.strip()
     try:
-        return ast.literal_eval(text.strip())
+        return CONSTANTS[text] if text in CONSTANTS else ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        return text.strip()
+        return text
 
 
 def normalize(name: str, value: Any) -> Any:
@@ -87,4 +90,6 @@ def starts(options: Options) -> list[int]:
 
 def text(stages: Mapping[int, Any]) -> str:
     """Return a schedule in the syntax of the command line: 0:0.25/100:0.01."""
-    return "/".join(f"{step}:{value}" for step, value in stages.items())
+    return "/".join(
+        f"{step}:{'null' if value is None else value}" for step, value in stages.items()
+    )

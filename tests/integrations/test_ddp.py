@@ -22,7 +22,7 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Segments
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
-from gcbench.integrations import check
+from gcbench.integrations import check, scheme
 from gcbench.integrations import plan as plans
 from gcbench.integrations.ddp import RECORDS, _strided
 from gcbench.integrations.plan import Placed, Plan
@@ -768,6 +768,14 @@ def test_with_a_disabled_scaler_nan_reaches_no_parameter():
 def test_arguments_of_another_type_are_refused_in_the_call(make, wrong):
     with pytest.raises(UsageError, match=re.escape(next(iter(wrong)))):
         make(**{"compressor": "topk", **wrong})
+
+
+def test_schedules_have_the_constants_of_the_command_line():
+    fft = scheme.stages("fft", {"low": "0:null/9:-0.3", "high": "0:null/9:0.3", "half": "0:true"})
+    assert [(each.low, each.high, each.half) for each in fft.values()] == [
+        (None, None, True),
+        (-0.3, 0.3, True),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,8 @@ COMMANDS = [
     "--compressor onebit --memory none --set granularity=tensor",
     "--compressor onebit --memory-set at_owner=false",
     "--compressor terngrad --memory forced-residual --set clip=0:2.5/50:0",
+    "--compressor fft --set low=0:null/10:-0.3 --set high=0:null/10:0.3",
+    "--compressor randomk --set scaled=0:true/10:false",
     "--compressor signsgd --memory momentum",
     "--link-gbit 0.5 --link-latency-us 1e3 --log-every 3 --backend reference",
     "--local-steps 5 --outer-lr 0.7 --outer-momentum 0.9 --outer-nesterov",
