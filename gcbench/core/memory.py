@@ -13,7 +13,7 @@ from `Memory`: in a separate file, next to a method, or registered under the ent
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -148,6 +148,28 @@ def of(method: Compressor, options: Mapping[str, Any] | None = None) -> Memory:
         return make(method.memory, chosen)
     memory: Memory = registry.make(f"memory of {method!r}", method.own_memory, chosen)
     return memory
+
+
+def defaults(name: str, stages: Sequence[Compressor]) -> Mapping[str, Any]:
+    """Return the fields that a method sets in its published memory; none in another memory `name`.
+
+    `stages`: the method with the fields of each stage of a schedule.
+
+    Raises:
+        UsageError: a stage changes such a field, but the memory has one value for all steps.
+    """
+    first = stages[0]
+    if name != first.memory:
+        return {}
+    for field, value in first.memory_options.items():
+        later = [stage.memory_options.get(field) for stage in stages]
+        if any(each != value for each in later):
+            raise UsageError(
+                f"{field} changes from {value} to {next(x for x in later if x != value)}: memory "
+                f"{name!r} has the same field, whose value cannot change by step. Set {field} to "
+                "one value"
+            )
+    return first.memory_options
 
 
 def check_legal(name: str, method: Compressor) -> None:

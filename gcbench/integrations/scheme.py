@@ -116,12 +116,12 @@ def _memory(name: str | None, options: Mapping[str, Any] | None, methods: Stages
 
     Fields of the default memory that are not given have the method's values.
     """
-    method = methods[0]
-    if name is None:
-        name, memory = method.memory, memories.of(method, options)
+    method, chosen = methods[0], name
+    name = method.memory if name is None else registry.add_file(name, "memory")
+    defaults = memories.defaults(name, [*methods.values()])
+    if chosen is None:
+        memory = memories.of(method, options)
     else:
-        name = registry.add_file(name, "memory")
-        defaults = method.memory_options if name == method.memory else {}
         memory = memories.make(name, {**defaults, **(options or {})})
         for each in methods.values():
             memories.check_legal(name, each)

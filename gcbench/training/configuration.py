@@ -85,7 +85,7 @@ class Config(Settings):
             )
             memory.check_legal(memory_name, method)
             Segments.of([(1,)], method.granularity)
-        defaults = stages[0].memory_options if memory_name == stages[0].memory else {}
+        defaults = memory.defaults(str(memory_name), [*stages.values()])
         memory_options = {**defaults, **(values.get("memory_options") or {})}
         chosen = memory.make(memory_name, memory_options)
         values["memory_options"] = {key: getattr(chosen, key) for key in memory_options}

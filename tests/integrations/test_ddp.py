@@ -770,6 +770,14 @@ def test_arguments_of_another_type_are_refused_in_the_call(make, wrong):
         make(**{"compressor": "topk", **wrong})
 
 
+@pytest.mark.parametrize("memory", [None, "dion"])
+def test_a_schedule_of_a_field_of_the_memory_is_refused(memory):
+    with pytest.raises(UsageError, match=r"mu changes from 0\.9 to 0\.5"):
+        scheme.Scheme.of("dion", {"mu": "0:0.9/9:0.5"}, memory, None)
+    steady = scheme.Scheme.of("dion", {"mu": 0.5, "rank_fraction": "0:0.5/9:1"}, memory, None)
+    assert steady.memory.mu == 0.5
+
+
 def test_schedules_have_the_constants_of_the_command_line():
     fft = scheme.stages("fft", {"low": "0:null/9:-0.3", "high": "0:null/9:0.3", "half": "0:true"})
     assert [(each.low, each.high, each.half) for each in fft.values()] == [

@@ -330,6 +330,8 @@ BAD = {
     "--compressor topk --set ratio=0:0.1/9:7": "ratio=7.0",
     "--compressor topk --set ratio=0:0.1/x:7": "ratio='0:0.1/x:7': input should be a valid number",
     "--compressor randomk --set scaled=0:false/9:true --memory residual": "--memory none",
+    "--compressor dion --set mu=0:0.95/9:0.5": "mu changes from 0.95 to 0.5: memory 'dion'",
+    "--compressor onebitadam --set beta1=0:0.9/9:0.5": "beta1 changes from 0.9 to 0.5",
     "--delay 2": "delay=2: expected 0 or 1 without --local-steps",
     "--start-step -1": "start_step=-1",
     "--rebroadcast-every x": "rebroadcast_every='x'",
