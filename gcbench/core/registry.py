@@ -364,9 +364,20 @@ def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
 
 
 def compressor_class(name: str) -> type[Compressor]:
-    """Return the class registered as `name`; UsageError for an unknown name."""
+    """Return the class registered as `name`; UsageError for an unknown name.
+
+    Raises:
+        GcbenchError: its memory would have the name of another one.
+    """
     cls = named("compressor", compressors(), name)
     if vars(cls).get("own_memory") is not None:
+        other = memories().get(name)
+        if other is not None and other.load() is not cls.own_memory:
+            raise GcbenchError(
+                f"compressor {name!r} ({compressors()[name].source}) has a memory, which takes "
+                f"the compressor's name, but there is a memory {name!r} ({other.source}). Rename "
+                "the file, or register the class by another name"
+            )
         cls.memory = name
     return cls
 

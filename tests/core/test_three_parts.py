@@ -80,6 +80,30 @@ def test_its_memory_serves_around_another_method(mine, tmp_path):
     assert type(hook.settings.memory).__name__ == "Carried"
 
 
+@pytest.mark.parametrize("name", ["ef21", "residual"])
+def test_its_memory_cannot_have_the_name_of_another(name, tmp_path, forget):
+    path = tmp_path / f"{name}.py"
+    path.write_text(shown("ThreeParts"))
+    with pytest.raises(GcbenchError, match=f"memory '{name}' .built-in.*Rename the file"):
+        Config.make({"compressor": registry.add_file(str(path))})
+    forget()
+    path.write_text(shown("ThreeParts").replace("memory: ClassVar[Any] = Carried", ""))
+    config = Config.make({"compressor": registry.add_file(str(path)), "memory": name})
+    assert type(config.make_memory()).__module__.startswith("gcbench.compressors.memories")
+
+
+def test_a_memory_cannot_have_the_name_of_a_method_with_another(mine, forget):
+    other = mine.with_name("dlion.py")
+    other.write_text(shown("ThreeParts"))
+    registry.add_file(str(other), "memory")
+    with pytest.raises(GcbenchError, match="Rename the file"):
+        gcbench.get_compressor("dlion")
+    forget()
+    registry.add_file(str(mine), "memory")
+    method = gcbench.get_compressor(str(mine))
+    assert registry.memory_class("mine") is type(memory.of(method))
+
+
 def test_a_file_without_a_memory_is_refused_as_one(tmp_path, forget):
     (tmp_path / "halves.py").write_text(shown("Halves"))
     name = registry.add_file(str(tmp_path / "halves.py"), "memory")
