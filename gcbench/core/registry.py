@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import pkgutil
 import random
@@ -136,13 +137,13 @@ def compressors() -> dict[str, Entry]:
 
 FILES = "GCBENCH_FILES"
 MEMORY_FILES = "GCBENCH_MEMORY_FILES"
-"""Environment variables with the files that `add_file` registered as compressors and memories.
-A run's worker processes inherit them."""
+"""Environment variables with the files that `add_file` registered as compressors and memories, a
+JSON list of paths. A run's worker processes inherit them."""
 VARIABLES = {"compressor": FILES, "memory": MEMORY_FILES}
 
 
 def _named_files(kind: str = "compressor") -> dict[str, str]:
-    paths = filter(None, os.environ.get(VARIABLES[kind], "").split(os.pathsep))
+    paths = json.loads(os.environ.get(VARIABLES[kind]) or "[]")
     return {Path(path).stem: path for path in paths}
 
 
@@ -248,7 +249,7 @@ def add_file(spec: str, kind: str = "compressor") -> str:
             f"{spec}: the name of a file may contain letters, digits, _ and -; rename the file"
         )
     if name not in registered:
-        os.environ[VARIABLES[kind]] = os.pathsep.join([*registered.values(), str(path)])
+        os.environ[VARIABLES[kind]] = json.dumps([*registered.values(), str(path)])
         listed.cache_clear()
     _forget_changed(name, str(path))
     return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 
 import pytest
@@ -87,12 +88,21 @@ def test_a_file_of_the_same_name_elsewhere_is_another(times, tmp_path, monkeypat
     other = tmp_path / "other" / "times.py"
     other.parent.mkdir()
     edit(other, 4)
-    monkeypatch.setenv(registry.FILES, str(other))
+    monkeypatch.setenv(registry.FILES, json.dumps([str(other)]))
     registry.compressors.cache_clear()
     assert factor(registry.compressor("times")) == 4
     assert registry.source_digest("times") == sha256(other)[:10]
     other.unlink()
     assert factor(gcbench.get_compressor("times")) == 4, "it is imported already"
+
+
+def test_a_folder_may_have_a_colon_in_its_name(times, tmp_path):
+    inner = tmp_path / "12:30" / "inner.py"
+    inner.parent.mkdir()
+    edit(inner, 6)
+    assert factor(gcbench.get_compressor(str(times))) == 1
+    assert factor(gcbench.get_compressor(str(inner))) == 6
+    assert factor(gcbench.get_compressor("times")) == 1
 
 
 def test_an_edit_that_does_not_load_is_said(times):
