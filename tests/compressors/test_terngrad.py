@@ -308,6 +308,28 @@ def test_segments_without_a_spread_arrive_exactly(scale, share):
     assert not method.claims.variance(x, Context(segments, shared))[even].any()
 
 
+@pytest.mark.parametrize("fields", [{}, {"scale": "c-sigma"}, {"share": False}, {"clip": 1e-9}])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_many_equal_values_are_not_clipped(backend, fields):
+    """Their sums are rounded, so that the standard deviation is 1e-8 of them instead of 0."""
+    method = gcbench.get_compressor("terngrad", **fields)
+    values = torch.tensor([9.04e-5, -0.011726822, 0.0015542606, 0.411345406, -3e30])
+    with ops.using(backend):
+        for length in (2, 3, 333, 999, 100_003):
+            for value in values:
+                x = value.expand(length).contiguous()
+                assert torch.equal(method.decompress(method.compress(x)), x), (length, value)
+
+
+def test_other_values_are_clipped_whatever_the_first_is():
+    for first in (0.0, 1e-9, 1.0, -1e4):
+        x = normal(5000, 6)
+        x[0] = first
+        limit, scale = ops.ternary.scales(x, one(5000), 2.5)
+        assert float(limit) == pytest.approx(2.5 * float(x.double().std(correction=0)))
+        assert float(scale) == min(float(limit), float(x.abs().max()))
+
+
 def test_a_worker_without_a_spread_draws_under_the_scale_of_another():
     """Without clipping: P = |g| / s, so that the mean of many draws is g."""
     method, segments = gcbench.get_compressor("terngrad"), Segments.of([(1000,)])
