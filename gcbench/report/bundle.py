@@ -139,13 +139,14 @@ def _candidates(
             for word in shlex.split(command):
                 pieces = [piece.split(":")[0] for piece in word.split(",")]
                 places += [Path(piece) for piece in pieces if piece.endswith(".py")]
-    for title in titles:
-        distribution = title.split(" ", 1)[1]
-        for top, owners in importlib.metadata.packages_distributions().items():
-            spec = importlib.util.find_spec(top) if distribution in owners else None
-            if spec is not None and spec.origin:
-                origin = Path(spec.origin)
-                places.append(origin.parent if origin.name == "__init__.py" else origin)
+    distributions = {title.split(" ", 1)[1] for title in titles}
+    groups = ("gcbench.compressors", "gcbench.memories", "gcbench.tasks")
+    for point in (one for group in groups for one in importlib.metadata.entry_points(group=group)):
+        if (point.dist.name if point.dist else point.value) in distributions:
+            spec = importlib.util.find_spec(point.module.partition(".")[0])
+            if spec is not None:
+                folders = spec.submodule_search_locations or [spec.origin or ""]
+                places += map(Path, filter(None, folders))
     for place in dict.fromkeys(places):
         if place.is_file():
             yield {place.name: files.read_bytes(place)}

@@ -82,6 +82,35 @@ def test_a_source_that_is_missing_or_was_edited_is_named(tmp_path: Path) -> None
         assert not (tmp_path / "x.zip").exists()
 
 
+@pytest.mark.parametrize("package", [True, False])
+def test_the_source_of_an_installed_package_is_located_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: bool
+) -> None:
+    site = tmp_path / "site"
+    info = site / "somebodys_methods-1.0.dist-info"  # as an editable install: no list of modules
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: somebodys-methods\nVersion: 1.0\n")
+    points = "[gcbench.compressors]\nmine = somebodys.methods:Mine\n"
+    sources = {"__init__.py": "", "methods.py": MINE}
+    if package:
+        (site / "somebodys").mkdir()
+        for name, text in sources.items():
+            (site / "somebodys" / name).write_text(text)
+    else:
+        points, sources = points.replace(".methods", ""), {"somebodys.py": MINE}
+        (site / "somebodys.py").write_text(MINE)
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(site)
+    digest = bundle._digest({name: text.encode() for name, text in sources.items()})
+    origin = {"distribution": "somebodys-methods", "version": "1.0", "sha256": digest}
+    run = summary("mine", 0, 0.9, provenance={"plugins": {"compressor": origin}})
+    write(tmp_path / "runs", run)
+    done = invoke("bundle", tmp_path / "runs", "-o", tmp_path / "x.zip")
+    assert done.code == 0, done.err
+    names = [name for name in bundle.read(tmp_path / "x.zip") if name.startswith(bundle.SOURCES)]
+    assert sorted(names) == sorted(f"{bundle.SOURCES}{digest[:10]}/{name}" for name in sources)
+
+
 def test_a_bundle_needs_a_zip_in_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "runs", *BASE)
     for output in (tmp_path / "x.tar", tmp_path / "none" / "x.zip"):
