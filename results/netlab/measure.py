@@ -15,6 +15,7 @@ its cores. A measurement that the file already holds is not repeated; remove its
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import json
@@ -273,15 +274,21 @@ def rows() -> None:
     print(fit(records), file=sys.stderr)
 
 
-def main(kind: str, *rates: str) -> None:
+def main() -> None:
     """Run one of the commands of the docstring."""
-    if unknown := sorted({*rates} - {*RATES}):
-        sys.exit(f"unknown rates: {', '.join(unknown)}; expected {', '.join(RATES)}")
-    if kind == "rows":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("transport", "rows", "methods", "accuracy"))
+    parser.add_argument("rates", nargs="*", metavar="rate", help=f"of {', '.join(RATES)}")
+    arguments = parser.parse_args()
+    if unknown := sorted({*arguments.rates} - {*RATES}):
+        parser.error(f"unknown rates: {', '.join(unknown)}; expected {', '.join(RATES)}")
+    if arguments.command == "rows":
         rows()
     else:
-        collect(kind, rates or RATES)
+        collect(arguments.command, arguments.rates or RATES)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -10,8 +10,8 @@ Accuracy against time on a network: Wang et al. 2020 (FFT), figure 14, with a cl
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -235,11 +235,16 @@ def picture() -> str:
     return str(path)
 
 
-def main(kind: str) -> None:
+def main() -> None:
     """Print what one of the commands of the docstring makes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = {"methods": of_methods, "accuracy": of_accuracy, "readme": readme}
-    print({**commands, "picture": picture}[kind]())
+    commands |= {"picture": picture}
+    parser.add_argument("command", choices=commands)
+    print(commands[parser.parse_args().command]())
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -157,6 +158,24 @@ def test_a_finished_lab_is_repeated_only_with_force_or_other_files(monkeypatch, 
     assert [measured(), measured("--details"), measured("--force")] == [2, 0, 2]
     config.write_text("lr: 0.2")
     assert [measured(), measured("--json")] == [2, 0]
+
+
+@pytest.mark.parametrize("script", ["measure", "tables"])
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("method", 2)])
+def test_a_wrong_word_measures_nothing_and_help_shows_the_commands(
+    script, word, code, monkeypatch, capsys
+):
+    folder = Path(__file__).parents[2] / "results/netlab"
+    before = sorted(folder.iterdir())
+    monkeypatch.setattr(launcher, "measure", lambda job: pytest.fail("measured"))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", word])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(folder / f"{script}.py"), run_name="__main__")
+    assert ended.value.code == code
+    done = capsys.readouterr()
+    assert "methods" in done.out + done.err
+    assert sorted(folder.iterdir()) == before
 
 
 def test_each_link_has_a_name_of_its_own_and_is_measured_once():
