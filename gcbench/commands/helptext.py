@@ -22,21 +22,30 @@ BESIDE = 28
 """How many columns the options take where descriptions stand beside them."""
 
 
-def wrapped(text: str, width: int, indent: str = "") -> str:
+def wrapped(text: str, width: int, indent: str = "", hanging: str = "") -> str:
     """Return text in lines of at most `width` columns, broken only between words."""
     return textwrap.fill(
-        " ".join(text.split()),
+        re.sub(r"\s*\n\s*", " ", text.strip()),
         width,
         initial_indent=indent,
-        subsequent_indent=indent,
+        subsequent_indent=indent + hanging,
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
+def _paragraph(text: str, width: int) -> str:
+    """Return a paragraph of a docstring; the entries of a list, by their indents, stay apart."""
+    if "\n " not in f"\n{text}":
+        return wrapped(text, width, "  ")
+    least = min(len(line) - len(line.lstrip()) for line in text.split("\n"))
+    entries = re.split(rf"\n(?= {{{least}}}\S)", text)
+    return "\n".join(wrapped(entry, width, "  " + " " * least, "    ") for entry in entries)
+
+
 def _rows(records: list[tuple[str, str]], width: int) -> str:
     lines = []
-    for name, help in records:
+    for name, help in ((name, " ".join(help.split())) for name, help in records):
         if width < NARROW or len(name) > BESIDE - 2:
             lines.append(f"  {name}")
             if help:
@@ -69,7 +78,7 @@ class _Plain:
         self.format_usage(ctx, formatter)
         width = formatter.width
         for paragraph in (self.help or "").split("\n\n"):
-            formatter.write("\n" + wrapped(paragraph, width, "  ") + "\n")
+            formatter.write("\n" + _paragraph(paragraph, width) + "\n")
         for title, records in _sections(self, ctx).items():
             formatter.write(f"\n{title}:\n{_rows(records, width)}\n")
         names = self.list_commands(ctx) if hasattr(self, "list_commands") else []

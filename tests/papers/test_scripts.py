@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import _paper
+import fft_breakeven
 import fft_errors
 import fft_range
 import number_formats
@@ -45,6 +46,20 @@ def workers(n: int = 4000, count: int = 4, step: int = 0, seed: int = 0, scale: 
 
 def verdict_of(rows, start: str) -> set[str]:
     return {str(row["verdict"]) for row in rows if str(row["claim"]).startswith(start)}
+
+
+# ---- help ----------------------------------------------------------------------------------------
+
+
+def test_help_keeps_the_entries_of_a_list_apart(monkeypatch):
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    lines = [line.strip() for line in script(number_formats, "--help").out.split("\n")]
+    names = ("range float", "best range", "uniform", "ieee", "ieee scaled")
+    assert all(any(line.startswith(f"{name}  ") for line in lines) for name in names)
+    assert max(map(len, lines)) <= 80
+    lines = script(fft_breakeven, "--help").out.split("\n")
+    steps = [line for line in lines if line.strip()[:3] in ("(1)", "(2)", "(3)", "(4)")]
+    assert [line.split()[1] for line in steps] == ["compress", "communicate", "saved", "it"]
 
 
 # ---- formats -------------------------------------------------------------------------------------
