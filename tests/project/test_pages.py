@@ -11,6 +11,7 @@ from commands import ROOT, invoke
 from pages import GENERATED, PageError, blocks, generated
 from preloaded import Programs
 
+import gcbench
 from gcbench.commands import help as helping
 
 SECONDS = 300
@@ -124,6 +125,14 @@ def test_links_lead_to_files(name):
 def test_guides_that_pages_name_exist(name):
     topics = re.findall(r"gcbench help ([a-z-]+)", text_of(name))
     assert set(topics) <= set(helping.guides())
+
+
+@pytest.mark.parametrize("name", ["README.md", "gcbench/docs/protocol.md"])
+def test_a_page_counts_the_committed_rows(name):
+    commits = gcbench.load_results(ROOT / "results/reference")["provenance.commit"]
+    counts = (int(commits.str.endswith("+").sum()), len(commits))
+    (stated,) = re.findall(r"(\d+) of (?:the )?(\d+) rows", text_of(name))
+    assert tuple(map(int, stated)) == counts
 
 
 def test_the_readme_is_short():
