@@ -42,7 +42,7 @@ WORDS: dict[str, str] = {
     "zero, these runs do not distinguish the two methods.",
     "link": "The network between two machines: its bandwidth in Gbit/s and its latency in µs.",
     "local steps": "Optimizer steps of each worker between two exchanges of parameter differences "
-    "(`--local-steps`); 1 exchanges every gradient.",
+    "(`--local-steps`); 0 exchanges every gradient.",
     "loopback": "The network of a machine with itself: memory copies, no cable. Its times do not "
     "predict a cluster.",
     "memory": "A worker's state across steps besides the model: a residual, a momentum, or both.",

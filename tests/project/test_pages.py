@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from preloaded import Programs
 
 import gcbench
 from gcbench.commands import help as helping
+from gcbench.core.errors import GcbenchError
 
 SECONDS = 300
 """Limit for a block. A guide takes about ten seconds where nothing else runs."""
@@ -133,6 +135,23 @@ def test_a_page_counts_the_committed_rows(name):
     counts = (int(commits.str.endswith("+").sum()), len(commits))
     (stated,) = re.findall(r"(\d+) of (?:the )?(\d+) rows", text_of(name))
     assert tuple(map(int, stated)) == counts
+
+
+def test_the_page_names_all_fields_that_a_row_of_another_program_needs(tmp_path):
+    text = text_of("gcbench/docs/reading-results.md")
+    needed = re.search(r"A row needs (.*?)\. ", text, re.DOTALL)[1]
+    (parts,) = re.findall(r"`wire_bytes` \((.*?)\)", needed, re.DOTALL)
+    names = set(re.findall(r"`(\w+)`", needed.replace(parts, "")))
+    examples = dict.fromkeys(("task", "collective", "engine", "compressor", "compressor_name"), "x")
+    row = {name: examples.get(name, 1) for name in names} | {"config": {}, "test_accuracy": 0.5}
+    row |= {"wire_bytes": dict.fromkeys(re.findall(r"`(\w+)`", parts), 1), "compressor": "none"}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row]))
+    assert len(gcbench.load_results(path)) == 1
+    for name in names:
+        path.write_text(json.dumps([{key: row[key] for key in row if key != name}]))
+        with pytest.raises(GcbenchError):
+            gcbench.load_results(path)
 
 
 def test_the_readme_is_short():
