@@ -301,12 +301,13 @@ class Label(NamedTuple):
         name, equals, spec = argument.partition("=")
         method, *pairs = spec.split(":")
         settings = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        settings = {key: plugin_name(key, value) for key, value in settings.items()}
         if not (name and equals and method) or len(settings) < len(pairs):
             raise UsageError(
                 f"--label {argument!r}: expected NAME=METHOD[:SETTING=VALUE...], such as "
                 "mine=./mine.py or lion=signsgd:memory=momentum"
             )
-        return cls(name, Path(method).stem if method.endswith(".py") else method, settings)
+        return cls(name, plugin_name("compressor", method), settings)
 
     def fits(self, run: Run) -> bool:
         """Return whether a run is of the method and has the settings."""
@@ -756,6 +757,12 @@ def settings_of(run: Run) -> dict[str, Any]:
     return settings | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
 
 
+def plugin_name(key: str, value: str) -> str:
+    """Return the value of a setting; of a compressor or memory in a file, its name."""
+    is_file = key in ("compressor", "memory") and value.endswith(".py")
+    return Path(value).stem if is_file else value
+
+
 def _check_setting(key: str, runs: Sequence[Run]) -> None:
     keys = {key for run in runs for key in settings_of(run)}
     if key not in keys:
@@ -778,6 +785,9 @@ def where(
     def meets(run: Run, key: str) -> bool:
         return text(settings_of(run).get(key)) in conditions[key]
 
+    conditions = {
+        key: [plugin_name(key, value) for value in values] for key, values in conditions.items()
+    }
     for key, values in conditions.items():
         _check_setting(key, runs)
         if not any(meets(run, key) for run in runs):

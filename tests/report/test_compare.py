@@ -975,6 +975,21 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
         assert (refused.code, text in refused.err) == (2, True), refused.err
 
 
+def test_a_plug_in_is_selected_and_labelled_by_its_file(tmp_path: Path) -> None:
+    one, two = summary("mine", 0, 0.91), summary("mine", 1, 0.92, workers=4)
+    one["config"]["memory"], two["config"]["memory"] = "none", "differences"
+    folder = write(tmp_path, *BASE, one, two)
+    for words in (
+        ("--where", "compressor=./mine.py", "--where", "memory=a folder/differences.py"),
+        ("--label", "it=./mine.py:memory=./differences.py", "--where", "workers=4"),
+    ):
+        done = invoke("compare", folder, *words, "--json")
+        assert done.code == 0, done.err
+        (row,) = done.json
+        assert row["mean"] == 0.92
+    assert row["method"] == "it"
+
+
 def test_a_list_is_one_value_of_a_condition(tmp_path: Path) -> None:
     runs = [summary("none", seed, 0.5) for seed in range(3)]
     for run, betas in zip(runs, ([0.9, 0.95], [0.9, 0.99], [0.8, 0.99]), strict=True):
