@@ -6,14 +6,24 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import DataDir, Output, command_line, option, say, with_groups
+from gcbench.commands import (
+    DataDir,
+    Output,
+    command_line,
+    option,
+    refuse_unused,
+    say,
+    with_groups,
+)
 
 TRAIN = "The training whose gradients are observed"
 LOOK = "What is tested"
+QUADRATIC = {"quadratic_only", "claims", "methods", "compressor", "seed", "strict"}
 
 
 @with_groups
 def bounds(
+    ctx: typer.Context,
     *,
     claims: Annotated[
         str, option("Only claims whose names match, e.g. 'sign*' or '*/topk'.", LOOK)
@@ -70,6 +80,8 @@ def bounds(
     from gcbench.report import analysis as measuring
     from gcbench.training import grid
 
+    if quadratic_only:
+        refuse_unused(ctx, QUADRATIC, "--quadratic-only")
     options = grid.pairs("--task-set", task_set)
     if network is not None:
         options["network"] = network

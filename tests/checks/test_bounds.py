@@ -528,6 +528,13 @@ def test_what_the_committed_analyses_say_follows_from_their_rows(network: str) -
     }
 
 
+def test_flags_of_a_training_are_refused_where_nothing_is_trained(tmp_path) -> None:
+    words = ("bounds", "--quadratic-only", "--methods", "topk", "--claims", "identity*")
+    for more in (("--steps", 20), ("--task", "mnist"), ("--batches", 8)):
+        done = invoke(*words, "--results", tmp_path, *more)
+        assert (done.code, more[0] in done.err, list(tmp_path.iterdir())) == (2, True, []), done
+
+
 def test_an_interrupted_analysis_goes_on(tmp_path, only_small, monkeypatch) -> None:
     words = ("bounds", "--results", tmp_path, "--seed", "0,1", "--quadratic-only")
     words += ("--methods", "signsgd", "--claims", "s*")
