@@ -129,6 +129,10 @@ def compare(
         [comparing.Label.parse(one) for one in label or ()],
         details,
     )
+    if width is not None and plot is None and asked.format != "latex" and by != MACHINE:
+        raise UsageError(
+            f"--width {width.value} is that of a picture: add --plot x.pdf, or remove it"
+        )
     places = folders or [RUNS]
     faults: reader.Faults = []
     watch = partial(watched, progress, "compare")

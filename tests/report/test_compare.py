@@ -975,6 +975,13 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
         assert (refused.code, text in refused.err) == (2, True), refused.err
 
 
+def test_a_width_needs_a_picture_or_latex(tmp_path: Path) -> None:
+    words = ("compare", write(tmp_path, *BASE), "--width", "single")
+    for more, code in (([], 2), (["--format", "csv"], 2), (["--format", "latex"], 0)):
+        done = invoke(*words, *more)
+        assert (done.code, "--width single" in done.err) == (code, code == 2), done
+
+
 def test_a_plug_in_is_selected_and_labelled_by_its_file(tmp_path: Path) -> None:
     one, two = summary("mine", 0, 0.91), summary("mine", 1, 0.92, workers=4)
     one["config"]["memory"], two["config"]["memory"] = "none", "differences"
