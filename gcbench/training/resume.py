@@ -34,12 +34,14 @@ def _origin(origin: Mapping[str, str] | None) -> str:
 def check_objects(config: Config, run: Mapping[str, Any], folder: Path) -> None:
     """Refuse a stored run of this config if defaults, or a plug-in, have changed since.
 
-    `run`: its summary, or an unfinished run's provenance under that key.
+    `run`: its summary, or an unfinished run's provenance under that key. `folder`: its folder, or
+    the file with its row.
 
     Raises:
         GcbenchError: the same config would or might give another result now.
     """
-    remedy = "Use --force to run it again, or another --results folder to keep both"
+    place = "--rows file" if folder.is_file() else "--results folder"
+    remedy = f"Use --force to run it again, or another {place} to keep both"
     current = config.model_dump(mode="json")
     for key, then in run.get("config", {}).items():
         if (now := current.get(key)) != then:

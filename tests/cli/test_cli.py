@@ -723,6 +723,10 @@ def test_rows_of_a_file_serve_in_another_folder(mine, forget, tmp_path, monkeypa
         done = invoke(*words)
         assert done.code == code
         assert message in done.err
+    (option,) = re.findall(r"another (--\w+) ", done.err)
+    assert invoke(*words, option, "other.parquet").code == 1, "the row is still in the first file"
+    words[words.index(option) + 1] = "other.parquet"
+    assert invoke(*words).code == 0
 
 
 def test_a_suite_names_and_chooses_the_file_of_a_compressor(mine, tmp_path):
