@@ -283,7 +283,7 @@ class Compressor(ABC):
         flat = x.detach().to(torch.float32).reshape(-1).contiguous()
         if not all_finite(flat):
             raise UsageError(
-                "x contains a NaN, an infinity or a value beyond float32: expected finite values"
+                "x contains a NaN or an infinity, or a value beyond float32: expected finite values"
             )
         divide = _segments if x.numel() <= CACHED else _segments.__wrapped__
         ctx = Context(divide(tuple(x.shape), self.granularity), key=Key(seed, step, 0))
