@@ -34,6 +34,8 @@ constexpr int LANES = 32;   // codes beside one another: a warp, or the lanes of
 constexpr int TILE = 1024;  // codes of one packing and drawing tile: 32 rows of 32 lanes
 constexpr float TINY = 0x1p-100f;  // a scale below it counts as zero
 constexpr float FLOAT_MAX = 0x1.fffffep127f;
+// Standard deviation, relative to the largest magnitude, up to which values count as equal: rounding gives 2^-23.
+constexpr float EVEN = 0x1p-22f;
 
 // ---- bits of floats --------------------------------------------------------------------------------------------
 

@@ -168,10 +168,11 @@ int64_t gc_ternary_scales(const float* x, const Segments& segments, float clip, 
     const double count = std::max<double>((double)segments.length(s), 1.0), mean = got.sum / count;
     const double spread = got.square / count - mean * mean;
     const float sigma = (float)sqrt(spread < 0 ? 0.0 : spread), largest = float_of(got.top);
-    float bound = sigma == 0 ? FLOAT_MAX : sigma * clip;
+    const bool even = sigma <= largest * EVEN;
+    float bound = even ? FLOAT_MAX : sigma * clip;
     if (bound > FLOAT_MAX) bound = FLOAT_MAX;
     if (at_limit) {
-      scale[s] = sigma == 0 ? largest : bound;
+      scale[s] = even ? largest : bound;
     } else {
       limit[s] = bound;
       scale[s] = largest < bound || largest != largest ? largest : bound;

@@ -146,10 +146,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const double count = length > 0 ? (double)length : 1.0, mean = total / count;
   const double spread = energy / count - mean * mean;
   const float sigma = (float)sqrt(spread < 0.0 ? 0.0 : spread);
-  float bound = sigma == 0.0f ? FLOAT_MAX : sigma * clip;
+  const bool even = sigma <= most * EVEN;
+  float bound = even ? FLOAT_MAX : sigma * clip;
   if (bound > FLOAT_MAX) bound = FLOAT_MAX;
   if (at_limit) {
-    scale[s] = sigma == 0.0f ? most : bound;
+    scale[s] = even ? most : bound;
   } else {
     limit[s] = bound;
     scale[s] = most < bound || most != most ? most : bound;

@@ -20,8 +20,8 @@ from gcbench.ops.random import draws_for
 from gcbench.ops.statistics import FLOAT_MAX, TINY, clamp_, scale_
 
 EVEN = 2.0**-22
-"""Standard deviation, relative to the values, up to which the values of a segment count as equal:
-the rounding errors of `statistics.moments` give up to 2^-23."""
+"""Standard deviation, relative to the largest magnitude, up to which the values of a segment count as
+equal: the rounding errors of `statistics.moments` give up to 2^-23."""
 BAD_SCALE = "ternary payload: scales must be finite and not negative"
 
 
@@ -56,7 +56,7 @@ def _scales(
     if not clip:
         return
     sigma = statistics.std(x, segments)
-    even = sigma == 0
+    even = sigma <= scale * EVEN
     bound = torch.where(even, FLOAT_MAX, sigma.mul_(clip)).clamp_(max=FLOAT_MAX)
     if limit is not None:
         limit.copy_(bound)
@@ -74,18 +74,12 @@ def scales(
 
     A segment of equal values, such as a single element, is not clipped: its threshold is the
     largest float32, and its scale the largest magnitude, also with `at_limit`. Values count as
-    equal if their standard deviation is below 2^-22 of the first one, as rounding alone can give.
+    equal if their standard deviation is at most 2^-22 of that: rounding alone can give 2^-23.
     """
     m, x = len(segments), vector(x, torch.float32, segments.numel)
     scale = output(None, torch.float32, m, x.device)
     limit = torch.empty_like(scale) if clip and not at_limit else None
     _scales(x, segments, clip, at_limit, limit, scale)
-    if clip and x.numel():
-        first = segments.table[0, :-1].clamp(max=x.numel() - 1).to(x.device)
-        size = x[first].abs()
-        even = (scale if limit is None else limit) < size * min(1.0, clip * EVEN)
-        scale = torch.where(even, size, scale)
-        limit = None if limit is None else torch.where(even, FLOAT_MAX, limit)
     return limit, scale
 
 
