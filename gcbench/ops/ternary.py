@@ -20,8 +20,8 @@ from gcbench.ops.random import draws_for
 from gcbench.ops.statistics import FLOAT_MAX, TINY, clamp_, scale_
 
 EVEN = 2.0**-22
-"""Standard deviation, relative to the largest magnitude, up to which the values of a segment count as
-equal: the rounding errors of `statistics.moments` give up to 2^-23."""
+"""Standard deviation, relative to the largest magnitude, up to which the values of a segment count
+as equal: the rounding errors of `statistics.moments` give up to 2^-23."""
 BAD_SCALE = "ternary payload: scales must be finite and not negative"
 
 

@@ -248,8 +248,7 @@ class Runner:
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
             if leads:
-                for path in self.rows_files[:1]:
-                    configuration.require_clean(path, finished.get("provenance"))
+                self._require_clean(finished.get("provenance"))
                 self._add_row(run, finished)
             _raise_if_failed(finished, f"stored in {run.folder}; --force runs it again")
             if leads:
@@ -264,15 +263,13 @@ class Runner:
             self._engine(config, run)
             return {}
         threads = None
-        for path in self.rows_files[:1]:
-            configuration.require_clean(path)
+        self._require_clean(None)
         run.create()
         with run.locked():
             resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
             if resumed:
                 provenance = run.read_provenance()
-                for path in self.rows_files[:1]:
-                    configuration.require_clean(path, provenance)
+                self._require_clean(provenance)
                 resume.check_objects(config, {"provenance": provenance}, run.folder)
                 threads = resume.threads_to_resume(config, provenance, run.folder)
                 original = ""
@@ -303,6 +300,11 @@ class Runner:
             raise GcbenchError(f"{run.folder} has no summary after its run")
         self._add_row(run, summary)
         return summary
+
+    def _require_clean(self, started: Mapping[str, Any] | None) -> None:
+        """Check the file that the row will be added to, see `configuration.require_clean`."""
+        for path in self.rows_files[:1]:
+            configuration.require_clean(path, started)
 
     def _add_row(self, run: Run, summary: Mapping[str, Any]) -> None:
         """Add a finished run to the first file of rows, if any."""
