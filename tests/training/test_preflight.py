@@ -81,7 +81,7 @@ cli.main()
 """
 
 
-def test_nodes_without_a_shared_folder_of_results_are_told_what_to_share(programs, tmp_path):
+def test_nodes_without_a_shared_results_folder_get_its_name(programs, tmp_path):
     """Only worker 0 writes checkpoints, and every rank reads them."""
     (tmp_path / "node.py").write_text(NODE)
     words = ("run", "--task", "quadratic", "--steps", 30, "--progress", "none")

@@ -147,7 +147,7 @@ def test_a_finished_run_tells_its_stored_records(run, tmp_path, lines):
     assert received(the_run(tmp_path)) == the_run(tmp_path).records()
 
 
-def test_a_run_that_has_a_row_tells_its_stored_records(tmp_path, lines):
+def test_stored_records_of_a_run_with_a_row_are_sent_again(tmp_path, lines):
     runs, file = tmp_path / "runs", tmp_path / "rows.parquet"
     words = ("run", *QUICK, "--progress", "none", "--results", runs, "--rows", file)
     assert invoke(*words).code == 0
