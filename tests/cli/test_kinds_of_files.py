@@ -147,7 +147,7 @@ def test_yaml_that_is_refused(tmp_path: Path, flag: str, name: str) -> None:
     assert str(path) in done.err
     assert word in done.err
     assert len(done.err.splitlines()) == 1
-    assert time.process_time() - before < 10
+    assert time.process_time() - before < 30
 
 
 def test_a_deep_flag_is_a_text() -> None:

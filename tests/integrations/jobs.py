@@ -23,6 +23,8 @@ from gcbench.training import engines, fork_server, launch
 
 LIMIT = 300
 """Seconds until a method or job counts as hung, on a machine that other tests use."""
+PROMPT = 25.0
+"""Seconds within which a job must end on a busy machine; if it hangs, its hook waits for 60."""
 PRELOAD = "GCBENCH_TESTS_PRELOAD"
 """Environment variable with modules that the fork server imports, once instead of once per rank."""
 

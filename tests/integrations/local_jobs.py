@@ -69,7 +69,7 @@ class Loop:
 
     def local_steps(self, **more: Any) -> Any:
         config = self.config
-        options = {**arguments(config), "every": config.local_steps, "timeout": 30.0, **more}
+        options = {**arguments(config), "every": config.local_steps, "timeout": 60.0, **more}
         return gcbench.local_steps(self.model, self.optimizer, config.compressor, **options)
 
     def run(self, steps: range) -> None:
@@ -269,7 +269,7 @@ def loads(rank: int, size: int) -> dict[str, Any]:
     config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
     for name in ("all", "one", "evaluation", "with the rounds", "copy"):
         loop = Loop(config, rank)
-        rounds = loop.local_steps(timeout=30.0)
+        rounds = loop.local_steps(timeout=60.0)
         loop.run(range(1))
         saved = copy.deepcopy(loop.model.state_dict()), rounds.state_dict()
         loop.run(range(1, 3))
@@ -302,7 +302,7 @@ def open_rounds(rank: int, size: int) -> dict[str, Any]:
         dist.barrier()
     for name in ("closes", "waits"):
         loop = Loop(config, rank)
-        rounds = loop.local_steps(timeout=30.0 if name == "closes" else 2.0)
+        rounds = loop.local_steps(timeout=60.0 if name == "closes" else 2.0)
         result[name] = refused(partial(loop.run, range(6 - rank)))
         if rank == 1 and name == "closes":
             result["warned"] = warned(rounds.close)

@@ -207,7 +207,7 @@ def test_states_are_gathered_without_pickle_in_the_group_of_the_hook():
         assert first[name] == ["rank 0 of 2", "rank 1 of 2"]
         assert second[name] == []
     assert first["alone"]["kind"] == "PeerLostError"
-    assert first["alone"]["seconds"] < 20
+    assert first["alone"]["seconds"] < jobs.PROMPT
 
 
 def test_zeros_of_either_sign_are_equal_means():
@@ -250,7 +250,7 @@ def test_unsupported_uses_are_refused_on_every_rank(name):
             pytest.skip(result[name]["skipped"])
         assert result[name]["kind"] == "UsageError"
         assert re.search(REFUSED[name], result[name]["text"])
-        assert result[name]["seconds"] < 5
+        assert result[name]["seconds"] < jobs.PROMPT
 
 
 DIFFERENT = {
@@ -272,12 +272,12 @@ def test_ranks_that_registered_different_settings_all_name_them(size):
         for name, message in DIFFERENT.items():
             assert result[name]["kind"] == "UsageError"
             assert re.search(message.format(odd=size - 1), result[name]["text"])
-            assert result[name]["seconds"] < 5
+            assert result[name]["seconds"] < jobs.PROMPT
         if rank < size - 1:
             assert f"rank {size - 1} could not register" in result["one refuses"]["text"]
             assert result["absent"]["kind"] == "PeerLostError"
             assert f"rank {size - 1} did not register" in result["absent"]["text"]
-            assert result["absent"]["seconds"] < 5
+            assert result["absent"]["seconds"] < jobs.PROMPT
         else:
             message = f"rank 0 could not register: rank {rank} did not register"
             assert message in result["late"]["text"]
@@ -300,14 +300,14 @@ def test_faults_in_training_are_errors_without_a_hang():
     assert first["alone, forward"]["kind"] == "PeerLostError"
     assert "rank 1" in first["alone, forward"]["text"]
     assert "comm_hook(timeout=...)" in first["alone, forward"]["text"]
-    assert first["alone, backward"]["seconds"] < 10
+    assert first["alone, backward"]["seconds"] < jobs.PROMPT
 
 
 def test_an_unsupported_backend_is_refused():
     for result in of("backends"):
         assert result["model's"]["kind"] == "UsageError"
         assert "'fake'" in result["model's"]["text"]
-        assert result["model's"]["seconds"] < 5
+        assert result["model's"]["seconds"] < jobs.PROMPT
 
 
 @pytest.mark.parametrize(
@@ -557,7 +557,7 @@ def test_invalid_rates_are_refused():
         assert result["another model's"]["kind"] == "UsageError"
         assert result["ranks differ"]["kind"] == "UsageError"
         assert "hook.lr: rank 0 0.1, rank 1 0.2" in result["ranks differ"]["text"]
-        assert result["ranks differ"]["seconds"] < 5
+        assert result["ranks differ"]["seconds"] < jobs.PROMPT
 
 
 def test_a_large_residual_causes_one_warning_and_a_normal_one_none():
@@ -572,7 +572,7 @@ def test_a_large_residual_causes_one_warning_and_a_normal_one_none():
 def test_a_non_finite_gradient_stops_all_ranks_at_once_or_is_skipped_on_all():
     for result in of("nonfinite"):
         assert "rank 1: the gradient of conv.weight" in result["stop"]["text"]
-        assert result["stop"]["seconds"] < 5
+        assert result["stop"]["seconds"] < jobs.PROMPT
         assert result["stop, forward"]["kind"] == "DivergedError"
         assert result["skip"]["kind"] == result["skip, forward"]["kind"] == ""
         assert result["all are nan"]
@@ -691,12 +691,12 @@ def test_forbidden_calls_in_on_check_are_refused_at_once():
         for name in ("state_dict", "close"):
             assert result[name]["kind"] == "UsageError"
             assert f"on_check called {name}" in result[name]["text"]
-            assert result[f"{name}, backward"]["seconds"] < 5
+            assert result[f"{name}, backward"]["seconds"] < jobs.PROMPT
         assert result["model"]["kind"] == "", "an evaluation waits for nothing"
     assert second["one rank, forward"]["kind"] == "ZeroDivisionError"
     assert first["one rank, forward"]["kind"] == "PeerLostError"
     assert "rank 1 failed: ZeroDivisionError" in first["one rank, forward"]["text"]
-    assert first["one rank"]["seconds"] < 10
+    assert first["one rank"]["seconds"] < jobs.PROMPT
 
 
 def test_changes_behind_the_hook_are_noticed():

@@ -91,7 +91,7 @@ def test_replicas_equal_torchs_hybrid_sharding():
         assert 'fully_shard(..., mesh=mesh["shard"])' in result["two dimensions"]["text"]
         assert "a mesh of 2 dimensions" in result["replicas of two dimensions"]["text"]
         assert re.search(r"seed: rank \d 0, rank \d 1", result["odd"]["text"])
-        assert result["odd"]["seconds"] < 5
+        assert result["odd"]["seconds"] < jobs.PROMPT
 
 
 def test_fp32_between_replicas_is_the_default():
@@ -192,7 +192,7 @@ def test_invalid_levels_are_refused_on_every_rank(name):
     for result in of("two_levels_refused", 4):
         assert result[name]["kind"] == "UsageError"
         assert re.search(TWO_LEVELS_REFUSED[name], result[name]["text"])
-        assert result[name]["seconds"] < 5
+        assert result[name]["seconds"] < jobs.PROMPT
 
 
 def test_replicas_that_are_not_passed_are_named():
@@ -270,7 +270,7 @@ def test_a_non_finite_gradient_stops_all_ranks_at_once_and_for_good():
             for name in ("stop", "again", *(["again, a part"] if size == 2 else [])):
                 assert result[name]["kind"] == "DivergedError"
                 assert result[name]["text"].startswith(message)
-                assert result[name]["seconds"] < 5
+                assert result[name]["seconds"] < jobs.PROMPT
 
 
 def test_a_non_finite_gradient_is_skipped_on_all_ranks():
@@ -390,7 +390,7 @@ def test_unsupported_uses_are_refused_on_every_rank(name):
     for result in of("refusals"):
         assert result[name]["kind"] == "UsageError"
         assert re.search(REFUSED[name], result[name]["text"])
-        assert result[name]["seconds"] < 5
+        assert result[name]["seconds"] < jobs.PROMPT
 
 
 def test_a_hook_is_registered_after_a_refusal_with_another_optimizer():
@@ -449,7 +449,7 @@ def test_unsupported_models_are_refused_on_every_rank(name):
             pytest.skip(result[name]["skipped"])
         assert result[name]["kind"] == "UsageError"
         assert re.search(KINDS_REFUSED[name], result[name]["text"])
-        assert result[name]["seconds"] < 5
+        assert result[name]["seconds"] < jobs.PROMPT
 
 
 def test_ranks_that_differ_all_name_the_difference():

@@ -83,7 +83,8 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert "optimizer has none of the model's parameters" in result["optimizer"]["text"]
         assert result["wrapped"] == 1, "the optimizer inside a framework's wrapper is counted"
         assert "at most" in result["blocks"]["text"]
-        assert all(each["seconds"] < 10 for each in result.values() if isinstance(each, dict))
+        took = [each["seconds"] for each in result.values() if isinstance(each, dict)]
+        assert max(took) < jobs.PROMPT
 
 
 def test_an_optimizer_that_replaces_the_counted_one_is_named_once():

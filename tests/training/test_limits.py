@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from commands import invoke
 
@@ -45,13 +43,11 @@ def idle(monkeypatch):
 
 
 @pytest.mark.parametrize("what", ASKED)
-def test_what_is_too_much_is_one_line_and_at_once(tmp_path, idle, what):
+def test_what_is_too_much_is_one_line_before_anything_starts(tmp_path, idle, what):
     words, message = ASKED[what]
-    began = time.monotonic()
     done = invoke("run", "--task", "quadratic", *words, "--results", tmp_path)
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines() == [f"gcbench: usage: {message}"]
-    assert time.monotonic() - began < 5
     assert not list(tmp_path.iterdir())
 
 

@@ -52,10 +52,10 @@ def test_torchrun_workers_of_other_commands_end_within_seconds(programs, tmp_pat
     words = (*words, "--results", tmp_path / "r", "--progress", "none")
     job = ("torchrun", "--standalone", "--nproc-per-node", 2, tmp_path / "other.py", *words)
     began = time.monotonic()
-    environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "60"}
+    environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "240"}
     done = programs.shell(shlex.join(map(str, job)), tmp_path, PATIENCE, **environment)
     assert done.returncode != 0
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < PATIENCE
     lines = [line for line in done.stderr.splitlines() if "the workers do not agree" in line]
     assert lines
     for line in lines:
@@ -86,7 +86,7 @@ def test_nodes_without_a_shared_results_folder_get_its_name(programs, tmp_path):
     (tmp_path / "node.py").write_text(NODE)
     words = ("run", "--task", "quadratic", "--steps", 30, "--progress", "none")
     job = ("torchrun", "--standalone", "--nproc-per-node", 2, "node.py", tmp_path / "node", *words)
-    environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "60"}
+    environment = {"OMP_NUM_THREADS": "1", launch.TIMEOUT: "240"}
     for message in ("stopped after step 20 of 30", "--results: 20 on worker(s) 0, 0 on worker"):
         done = programs.shell(shlex.join(map(str, job)), tmp_path, PATIENCE, **environment)
         assert done.returncode != 0

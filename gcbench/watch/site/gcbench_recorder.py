@@ -47,6 +47,8 @@ def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return [each for inner in lists for each in inner]
 
 
+Rows = dict[tuple[str, str, int], list[float]]
+"""(collective, dtype, ranks) -> calls, bytes handed over and sent, seconds, calls timed."""
 Tensors = Callable[[Sequence[Any]], Sequence[Any]]
 NOTHING: Tensors = lambda _: ()  # noqa: E731
 CALLS: dict[str, tuple[str, Tensors, Tensors]] = {
@@ -96,6 +98,53 @@ def sharded(parameter: Any) -> bool:
     return flat or any(hasattr(parameter, name) for name in names)
 
 
+class Totals:
+    """Calls, bytes and seconds of the collectives so far, and snapshots of them.
+
+    The seconds of a call may be known after its step has ended, because the thread that reports
+    them waits for the interpreter. They are added to the snapshots that count the call.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.rows: Rows = {}
+        self.snapshots: list[tuple[int, Rows]] = []
+        """The first and the last, each with the number of calls before it."""
+        self.calls = 0
+
+    def called(self, key: tuple[str, str, int], nbytes: float) -> Callable[[float], None]:
+        """Count a call, and return a function that adds its seconds."""
+        name, _, ranks = key
+        with self.lock:
+            number = self.calls
+            self.calls += 1
+            row = self.rows.setdefault(key, [0.0] * 5)
+            row[0] += 1
+            row[1] += nbytes
+            row[2] += wire(name, nbytes, ranks)
+
+        def took(seconds: float) -> None:
+            with self.lock:
+                counting = [rows for before, rows in self.snapshots if number < before]
+                for rows in (self.rows, *counting):
+                    rows[key][3] += seconds
+                    rows[key][4] += 1
+
+        return took
+
+    def snapshot(self) -> Rows:
+        """Return the totals of the calls until now; only the first and the last are completed."""
+        with self.lock:
+            rows = _copy(self.rows)
+            self.snapshots = [*self.snapshots[:1], (self.calls, rows)]
+        return rows
+
+    def now(self) -> Rows:
+        """Return a copy of the totals."""
+        with self.lock:
+            return _copy(self.rows)
+
+
 class Recorder:
     """Totals per collective, digests of results and parameters, and snapshots per step."""
 
@@ -105,9 +154,7 @@ class Recorder:
 
         self.torch, self.folder = torch, folder
         self.every = int(os.environ["GCBENCH_WATCH_EVERY"])
-        self.lock = threading.Lock()
-        self.totals: dict[tuple[str, str, int], list[float]] = {}
-        """(collective, dtype, ranks) -> calls, bytes handed over and sent, seconds, calls timed."""
+        self.totals = Totals()
         self.groups: dict[str, int] = {}
         """Process groups of all ranks by name: their order of first use."""
         self.unnamed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -152,16 +199,10 @@ class Recorder:
         ranks = group.size()
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "-"
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        with self.lock:
-            row = self.totals.setdefault((name, dtype, ranks), [0.0] * 5)
-            row[0] += 1
-            row[1] += nbytes
-            row[2] += wire(name, nbytes, ranks)
+        took = self.totals.called((name, dtype, ranks), nbytes)
 
         def ended(*_: Any) -> None:
-            with self.lock:
-                row[3] += time.perf_counter() - began
-                row[4] += 1
+            took(time.perf_counter() - began)
 
         if tensors and tensors[0].is_cuda:
             work.wait()  # the future of an NCCL call is done before the call is
@@ -195,8 +236,7 @@ class Recorder:
         if self.optimizer() is not optimizer:
             return
         self.steps += 1
-        with self.lock:
-            totals = {key: list(row) for key, row in self.totals.items()}
+        totals = self.totals.snapshot()
         self.last = {"time": time.perf_counter(), "totals": totals, "hooks": self._hooks()}
         self.first = self.first or self.last
         if self.steps % self.every == 0 or self.steps == 1:
@@ -237,8 +277,7 @@ class Recorder:
             self._check_parameters(optimizer)
         if not dist.is_initialized():
             return
-        with self.lock:
-            now = {key: list(row) for key, row in self.totals.items()}
+        now = self.totals.now()
         snapshots = {"start": self.first, "end": self.last, "whole": {"time": 0, "totals": now}}
         rank = dist.get_rank()
         record = {
@@ -252,6 +291,10 @@ class Recorder:
         with open(f"{path}.tmp", "w") as file:
             json.dump(record, file)
         os.replace(f"{path}.tmp", path)
+
+
+def _copy(rows: Rows) -> Rows:
+    return {key: list(row) for key, row in rows.items()}
 
 
 def _plain(snapshot: dict[str, Any]) -> dict[str, Any]:
