@@ -58,10 +58,29 @@ DataDir = Annotated[
         help="Folder with cifar-10-batches-bin/, mnist/ or text/; default the download cache.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def _alone(context: typer.Context, value: bool | Format) -> bool | Format:
+    """Return --json or --format as given, or refuse both together unless they agree."""
+    both = {**context.params, "json" if isinstance(value, bool) else "format_": value}
+    format_ = both.get("format_", Format.table)
+    if both.get("json") and format_ not in (Format.table, Format.json):
+        raise UsageError(f"--json and --format {format_.value}: give one of them")
+    return value
+
+
+Json = Annotated[
+    bool,
+    typer.Option("--json", callback=_alone, help="Print one JSON document on stdout."),
+]
 Formatted = Annotated[
     Format,
-    typer.Option("--format", metavar="FORMAT", help="table, markdown, csv, json or latex."),
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        callback=_alone,
+        help="table, markdown, csv, json or latex.",
+    ),
 ]
 Shown = Annotated[
     Progress,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import io
 import json
 import re
 import shlex
@@ -11,6 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +25,7 @@ from gcbench import get_compressor
 from gcbench import run as run_from_python
 from gcbench.checks import properties, verify
 from gcbench.checks.calls import FUNCTIONS, Covered
+from gcbench.cli import main
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError
@@ -83,6 +87,30 @@ def refused(done, code, *parts):
 
 
 # -- what comes out --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [("--json", "--format", "csv"), ("--format", "csv", "--json")])
+def test_two_formats_are_refused(flags):
+    for command in ("compare", "watch"):
+        done = invoke(command, *flags, *(["--", "true"] if command == "watch" else []))
+        assert done.code == 2
+        assert "--json and --format csv" in done.err
+
+
+def test_what_the_encoding_of_stdout_lacks_is_a_question_mark(tmp_path):
+    path, shown = write(tmp_path, summary(), summary("terngrad")), io.BytesIO()
+    argv = ["gcbench", "compare", str(path)]
+    out = io.TextIOWrapper(shown, "ascii")
+    with (
+        mock.patch.object(sys, "argv", argv),
+        contextlib.redirect_stdout(out),
+        contextlib.suppress(SystemExit),
+    ):
+        main()
+    out.flush()
+    expected = invoke("compare", path).out
+    assert not expected.isascii()
+    assert shown.getvalue() == expected.encode("ascii", "replace")
 
 
 def test_one_document_on_stdout_and_the_rest_on_stderr(gcbench, tmp_path):
