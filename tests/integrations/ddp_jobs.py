@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from jobs import collection, digest
+from jobs import PROMPT, collection, digest
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -1693,21 +1693,17 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     result["one rank, forward"] = {"kind": type(hook._failed).__name__, "text": str(hook._failed)}
     hook.close()
 
-    def threads() -> int:
-        return sum("comm_hook" in thread.name for thread in threading.enumerate())
-
-    gc.collect()
-    before = threads()
+    before = threading.enumerate()  # perhaps with those of earlier hooks that are ending
     ddp = wrapped(model())
     hook = comm_hook("none").register(ddp)
     ddp(x).sum().backward()
-    alive = threads()
+    begun = set(threading.enumerate()).difference(before)
+    own = [thread for thread in begun if "comm_hook" in thread.name]
     del ddp, hook
     gc.collect()
-    limit = time.monotonic() + 5
-    while threads() > before and time.monotonic() < limit:
-        time.sleep(0.01)
-    result["threads"] = [alive - before, threads() - before]
+    for thread in own:
+        thread.join(PROMPT)
+    result["threads"] = [len(own), sum(thread.is_alive() for thread in own)]
 
     import torch._dynamo
 
