@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 import torch
 import unusual
-from commands import invoke
+from commands import brief, invoke
 from wrong_methods import (
     BF16,
     DEMO,
@@ -1197,8 +1197,9 @@ def test_a_property_refuses_a_wrong_method(cls):
     assert "Error" not in outcome.note, "found by what it does, and not by an exception"
 
 
-def test_a_method_is_not_blamed_for_the_number_of_threads_of_a_simulation():
+def test_a_method_is_not_blamed_for_the_number_of_threads_of_a_simulation(monkeypatch):
     """Also after the comparison with processes, which simulates their exchanges."""
+    monkeypatch.setattr(verify, "effort_for", brief)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
