@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gcbench.checks import calls, inputs, oracle
 from gcbench.checks.outcome import Measurement, NotDeclaredError
-from gcbench.core import codec, exchange, memory
+from gcbench.core import codec, exchange, memory, registry
 from gcbench.core.compressor import (
     COLLECTIVES,
     Compressor,
@@ -127,7 +127,7 @@ def nominal_bits(method: Compressor) -> Measurement:
     if nominal is None:
         raise NotDeclaredError("the source quotes no number of bits")
     below, above = 4.0, 4.0
-    if method == type(method)():
+    if not registry.changed(method):
         below, above = 2.0, 2.0 if method.layout(segments) is None else 1.5
     low, high = nominal / below, nominal * above
     return Measurement(

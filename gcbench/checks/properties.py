@@ -66,9 +66,8 @@ def _labelled(name: str, options: Mapping[str, Any]) -> tuple[str, Compressor]:
 
 def variants(name: str) -> tuple[Mapping[str, Any], ...]:
     """Return the options of a registered method's variants; the default is always among them."""
-    method = registry.compressor(name)
-    declared = method.variants
-    if any(registry.compressor(name, **options) == method for options in declared):
+    declared = registry.compressor(name).variants
+    if any(not registry.changed(registry.compressor(name, **options)) for options in declared):
         return declared
     return ({}, *declared)
 

@@ -30,14 +30,13 @@ def effective(method: Compressor) -> Measurement:
     Compared are what it declares beside its claims, and what it sends and decodes for several
     buckets, values, steps and numbers of workers. A field that no function reads changes nothing.
     """
-    default = type(method)()
-    fields = [
-        name
-        for name in registry.fields(type(method))
-        if getattr(method, name) != getattr(default, name)
-    ]
+    fields = registry.changed(method)
     if not fields:
         raise NotDeclaredError("all fields are at their defaults")
+    try:
+        default = registry.make(method.name, type(method), {})
+    except UsageError as error:
+        raise NotDeclaredError(f"no configuration is the default: {error}") from None
     for actual, want in zip(_observed(method), _observed(default), strict=False):
         if actual != want:
             return Measurement("a difference", "a difference", True, ", ".join(fields))
@@ -59,7 +58,7 @@ def untried(method: Compressor) -> Measurement:
 
     Values that the constructor refuses are left out.
     """
-    if method != type(method)():
+    if registry.changed(method):
         raise NotDeclaredError("tried beside the default configuration")
     done = []
     for name, value in _other_values(method):

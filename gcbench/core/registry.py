@@ -405,6 +405,18 @@ def fields(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(cls) if field.init}
 
 
+def changed(plugin: object) -> list[str]:
+    """Return the names of the fields that are not at their defaults, or have none."""
+    names = []
+    for name, field in fields(type(plugin)).items():
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if getattr(plugin, name) != default:
+            names.append(name)
+    return names
+
+
 def _typed(what: str, cls: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Convert values to their fields' types, strictly: 2 becomes 2.0; "no" is refused as a bool."""
     from pydantic import ValidationError

@@ -1236,6 +1236,42 @@ def test_the_default_is_always_a_variant(monkeypatch):
     assert properties.variants("unread") == Unread.variants
 
 
+@dataclass(frozen=True)
+class Required(NONE):
+    """Right, and its field has no default."""
+
+    bits: int
+
+
+def test_a_field_without_a_default_is_no_fault():
+    outcomes = [properties.run(Required(3), name) for name in ("settings", "other settings")]
+    assert [outcome.verdict for outcome in outcomes] == ["not declared"] * 2
+    assert properties.run(Required(3), "nothing lost over steps").verdict == "holds"
+
+
+class Undecorated(Compressor):
+    """Right, no dataclass, and claims half of the bits that it sends."""
+
+    def encode(self, x, ctx):
+        return x.clone()
+
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
+class UndecoratedClaims(Claims, of=Undecorated):
+    nominal_bits = 16.0
+
+
+def test_a_class_that_is_no_dataclass_has_one_configuration_its_default(monkeypatch):
+    monkeypatch.setattr(registry, "compressor", lambda name: Undecorated())
+    assert properties.variants("undecorated") == ({},)
+    assert properties.run(Undecorated(), "nominal bits").verdict == "fails"
+
+
 class FirstNorms(UpdateRule):
     """Divides by the norm that the first tensor of the process had."""
 
