@@ -33,8 +33,9 @@ from gcbench.checks.bounds import (
 )
 from gcbench.checks.bounds.claims import Claim, judge
 from gcbench.core import codec, registry
+from gcbench.core.claims import Claims
 from gcbench.core.clock import Clock
-from gcbench.core.compressor import Context, Segments
+from gcbench.core.compressor import Compressor, Context, Segments
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.report import analysis as measuring
 from gcbench.stats.confidence import Interval, always, interval
@@ -495,6 +496,37 @@ def test_a_file_is_judged_by_the_code_that_it_has_now(tmp_path, only_small, forg
     assert {row["place"] for row in result["-"] if row["verdict"] == "fails"} == places
     assert {row["place"] for row in result[""] if row["verdict"].startswith("holds")} == places
     assert "is finished" in invoke(*words).err
+
+
+class WholeModel(Compressor):
+    """Right, no dataclass, and one segment spans all tensors."""
+
+    granularity = "model"
+
+    def encode(self, x, ctx):
+        return x.clone()
+
+    def decode(self, payload, ctx):
+        return payload.parts[0].clone()
+
+
+class WholeModelClaims(Claims, of=WholeModel):
+    unbiased = True
+
+    def variance(self, x, ctx):
+        return torch.zeros_like(x).double()
+
+
+def test_a_class_that_is_no_dataclass_is_not_at_fault() -> None:
+    """Copies cannot be kept apart, so these claims do not apply."""
+    units = quadratic_claims.units({"whole": WholeModel()}, (0,))
+    rows, absent = [], []
+    for unit in units:
+        record = bounds._verdicts_of(unit, bounds.Settings()).record()
+        rows += record["rows"]
+        absent += record["absent"]
+    assert not rows
+    assert ["plateau", "quadratics", "one segment spans all copies", ["whole"]] in absent
 
 
 def test_conclusions_count_undecided_and_loose_rows() -> None:

@@ -23,7 +23,7 @@ from gcbench.checks import calls
 from gcbench.checks.bounds.audit import lane_of
 from gcbench.checks.exchanges import simulated
 from gcbench.checks.oracle import energy
-from gcbench.core import memory
+from gcbench.core import memory, registry
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 
 ELEMENTS = 1024
@@ -154,8 +154,7 @@ def by_copy(method: Compressor) -> Compressor | None:
     """
     if method.granularity != "model":
         return method
-    fields = {field.name for field in dataclasses.fields(method)}  # type: ignore[arg-type]
-    if "granularity" not in fields:
+    if "granularity" not in registry.fields(type(method)):
         return None
     return dataclasses.replace(method, granularity="tensor")  # type: ignore[type-var]
 
