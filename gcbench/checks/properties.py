@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from gcbench.checks import exchanges, payloads, settings, statistics
 from gcbench.checks.outcome import Measurement, NotDeclaredError, Outcome
 from gcbench.core import registry
@@ -86,4 +88,13 @@ def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool
 def unclaimed_rule(name: str, options: Mapping[str, Any] | None = None) -> bool:
     """Return whether a configuration has an update rule without the claim `uncompressed`."""
     methods = [method for _, method in chosen(name, options)]
-    return any(not m.rule.plain and m.claims.uncompressed([], 0) is None for m in methods)
+    return any(not m.rule.plain and _lacks_optimizer(m) for m in methods)
+
+
+def _lacks_optimizer(method: Compressor) -> bool:
+    """Return whether a method does not declare `uncompressed`, which may return a list."""
+    gradients = [torch.zeros(1)] * (exchanges.WARM_UP + 1)
+    try:
+        return method.claims.uncompressed(gradients, exchanges.WARM_UP) is None
+    except Exception:  # the row "update rule" has it
+        return False

@@ -1409,6 +1409,28 @@ def test_an_update_rule_without_a_claim_is_reported(tmp_path):
     assert "its update rule was not compared with any optimizer" in done.err
 
 
+class Listing(Claims):
+    """Returns a list, and starts from the first gradient after the warm-up."""
+
+    def uncompressed(self, gradients, warm_up):
+        first = gradients[warm_up]
+        return [first.sign() for _ in gradients]
+
+
+class Failing(Claims):
+    def uncompressed(self, gradients, warm_up):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("claims", [Listing, Failing])
+def test_a_rule_is_claimed_by_a_function_that_is_no_generator(claims, monkeypatch):
+    method = registry.compressor("dion")
+    monkeypatch.setattr(type(method), "claims", property(claims))
+    assert not properties.unclaimed_rule("dion")
+    monkeypatch.setattr(type(method), "claims", property(Claims))
+    assert properties.unclaimed_rule("dion")
+
+
 @pytest.mark.parametrize("name", registry.compressors())
 def test_every_update_rule_has_a_claim(name):
     assert not properties.unclaimed_rule(name)
