@@ -15,7 +15,7 @@ import torch
 from gcbench.checks import exchanges, payloads, settings, statistics
 from gcbench.checks.outcome import Measurement, NotDeclaredError, Outcome
 from gcbench.core import registry
-from gcbench.core.compressor import Compressor
+from gcbench.core.compressor import Compressor, Context, Segments
 
 CHECKS: Mapping[str, Callable[[Compressor], Measurement]] = {
     "settings": settings.effective,
@@ -86,15 +86,18 @@ def claims_anything(name: str, options: Mapping[str, Any] | None = None) -> bool
 
 
 def unclaimed_rule(name: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Return whether a configuration has an update rule without the claim `uncompressed`."""
+    """Return whether a configuration has an update rule and claims no uncompressed optimizer."""
     methods = [method for _, method in chosen(name, options)]
     return any(not m.rule.plain and _lacks_optimizer(m) for m in methods)
 
 
 def _lacks_optimizer(method: Compressor) -> bool:
-    """Return whether a method does not declare `uncompressed`, which may return a list."""
-    gradients = [torch.zeros(1)] * (exchanges.WARM_UP + 1)
+    """Return whether `uncompressed` and `synchronized`, which may return lists, are undeclared."""
+    gradients, warm_up = [torch.zeros(1)] * (exchanges.WARM_UP + 1), exchanges.WARM_UP
     try:
-        return method.claims.uncompressed(gradients, exchanges.WARM_UP) is None
+        return (
+            method.claims.uncompressed(gradients, warm_up) is None
+            and method.claims.synchronized(gradients, Context(Segments.of([(1,)]))) is None
+        )
     except Exception:  # the row "update rule" has it
         return False

@@ -1409,6 +1409,20 @@ def test_an_update_rule_without_a_claim_is_reported(tmp_path):
     assert "its update rule was not compared with any optimizer" in done.err
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(1.0, "holds"), (0.5, "fails")])
+def test_an_optimizer_of_averaged_gradients_is_compared_alone(share, verdict, monkeypatch):
+    """A method in rounds may claim `synchronized` without `uncompressed`."""
+
+    class Averaged(Claims):
+        def synchronized(self, means, ctx):
+            return (share * mean for mean in means)
+
+    monkeypatch.setattr(NONE, "claims", property(Averaged))
+    assert properties.run(NONE(), "update rule").verdict == verdict
+    monkeypatch.undo()
+    assert properties.run(NONE(), "update rule").verdict == "not declared"
+
+
 class Listing(Claims):
     """Returns a list, and starts from the first gradient after the warm-up."""
 
