@@ -32,6 +32,8 @@ from gcbench.core.compressor import (
 from gcbench.stats.confidence import bernstein
 
 DRAWS = 4000
+BUCKETS = 100
+"""Buckets to which the draws of a method that codes whole buckets are divided."""
 SCALE_EXPONENTS = (0, -30, 30)
 """Powers of two by which the magnitudes of "unbiased" are multiplied."""
 FIRST_KEY = Key(seed=0, step=1, rank=0)
@@ -242,17 +244,21 @@ def _drawn(
 ) -> tuple[Tensor, Tensor, Tensor, Context]:
     """Return DRAWS decodings of one sample and their targets, both float64, shape (DRAWS, n).
 
-    Also returns the bucket and its context. The copies are tensors of one bucket, so one call draws
-    them all. `key`, `workers`: those of the worker; all workers have the same sample.
+    Also returns a bucket and its context. The copies are tensors of one bucket, so one call draws
+    them all. If the whole bucket is a segment, as in a sketch, the errors of its copies may depend
+    on each other: then there are `BUCKETS` of them, of different seeds. `key`, `workers`: those of
+    the worker; all workers have the same sample.
     """
-    n = len(sample)
-    x = sample.repeat(DRAWS)
-    segments = calls.segments_of(method, [(n,)] * DRAWS)
-    ctx = Context(segments, key=key, workers=workers)
-    ctx = ctx._replace(shared=codec.agree(method, [x] * workers, ctx)[0])
-    decoded = codec.decode(method, codec.encode(method, x, ctx), ctx).double().view(DRAWS, n)
-    target = method.claims.target(x, ctx).double().view(DRAWS, n)
-    return decoded, target, x, ctx
+    n, count = len(sample), BUCKETS if method.granularity == "model" else 1
+    x = sample.repeat(DRAWS // count)
+    segments = calls.segments_of(method, [(n,)] * (DRAWS // count))
+    decoded, targets = [], []
+    for number in range(count):
+        ctx = Context(segments, key=key._replace(seed=key.seed + number), workers=workers)
+        ctx = ctx._replace(shared=codec.agree(method, [x] * workers, ctx)[0])
+        decoded.append(codec.decode(method, codec.encode(method, x, ctx), ctx).double())
+        targets.append(method.claims.target(x, ctx).double())
+    return torch.cat(decoded).view(DRAWS, n), torch.cat(targets).view(DRAWS, n), x, ctx
 
 
 def _drawn_alone(method: Compressor, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Context]:
@@ -326,8 +332,17 @@ def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
     """
     draws = len(errors)
     rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * draws)
-    sd = errors.std(0) / math.sqrt(draws)
-    return float((errors.mean(0).abs() / (sd.clamp(min=least) + rare)).max())
+    sd = _standard_error(errors).clamp(min=least)
+    return float((errors.mean(0).abs() / (sd + rare)).max())
+
+
+def _standard_error(errors: Tensor) -> Tensor:
+    """Return the standard error of the mean over the first axis.
+
+    The larger one of two: of independent rows, and of the means of `BUCKETS` groups of rows.
+    """
+    groups = errors.view(BUCKETS, -1, *errors.shape[1:]).mean(1)
+    return torch.maximum(errors.std(0) / math.sqrt(len(errors)), groups.std(0) / math.sqrt(BUCKETS))
 
 
 def correlated(method: Compressor) -> Measurement:
@@ -373,9 +388,10 @@ def variance(method: Compressor) -> Measurement:
         return Measurement(f"{most} values of one element", "two levels", False)
     squares = (decoded - target).square()
     errors = squares.sum(1)
-    exact = float(declared.view(DRAWS, 64).sum(1).mean())
-    z = abs(float(errors.mean()) - exact) / max(float(errors.std()) / math.sqrt(DRAWS), 1e-9)
-    each = _deviations(squares - declared.double().view(DRAWS, 64), 1e-9)
+    of_copies = declared.double().view(-1, 64)
+    exact = float(of_copies.sum(1).mean())
+    z = abs(float(errors.mean()) - exact) / max(float(_standard_error(errors)), 1e-9)
+    each = _deviations(squares - of_copies.repeat(DRAWS // len(of_copies), 1), 1e-9)
     bound = method.claims.variance_bound(x, ctx)
     total = float(declared.sum())
     within = bound is None or total <= bound * (1 + 1e-6)
@@ -406,11 +422,12 @@ def _bounded(method: Compressor) -> Measurement:
             "omega ||x||^2": None if omega is None else omega * size,
         }
         errors = (decoded - target).square().sum(1)
-        chance = Z * float(errors.std()) * math.sqrt(DRAWS) + 1e-6 * size
+        copies = len(x) // len(sample)
+        chance = Z * float(_standard_error(errors)) * copies + 1e-6 * size
         for what, bound in bounds.items():
             if bound is None:
                 continue
-            total = float(errors.sum())
+            total = float(errors.mean()) * copies
             worst = max(worst, total / max(bound, 1e-300))
             if total > bound + chance:
                 note = f"{name}: E||C(x) - x||^2 is {total:.4g}, {what} {bound:.4g}"

@@ -41,7 +41,17 @@ from wrong_methods import (
 
 from compressors.demo import dct
 from gcbench import ops
-from gcbench.checks import calls, cases, exchanges, inputs, oracle, processes, properties, verify
+from gcbench.checks import (
+    calls,
+    cases,
+    exchanges,
+    inputs,
+    oracle,
+    processes,
+    properties,
+    statistics,
+    verify,
+)
 from gcbench.checks.adversary import Search
 from gcbench.core import codec, registry
 from gcbench.core.claims import Claims
@@ -1315,6 +1325,64 @@ def test_a_code_that_no_draw_shows_is_no_bias(levels, granularity):
     method = QSGD(levels=levels, norm="2", granularity=granularity)
     outcome = properties.run(method, "unbiased")
     assert outcome.verdict == "holds", outcome
+
+
+@dataclass(frozen=True)
+class Sketch(Compressor):
+    """Right: a count sketch, in which elements of the whole bucket share cells and their errors."""
+
+    granularity: ClassVar[str] = "model"
+    collectives: ClassVar[tuple[str, ...]] = ("allreduce",)
+
+    def cells(self, n):
+        return -(-n // 4)
+
+    def draw_shared(self, ctx):
+        return ops.random.uniform(ctx.key, 2 * ctx.segments.numel)
+
+    def places(self, ctx):
+        place, sign = ctx.shared.chunk(2)
+        cells = self.cells(len(place))
+        return (place.double() * cells).long().clamp(max=cells - 1), 1 - 2 * (sign < 0.5).float()
+
+    def encode(self, x, ctx):
+        place, sign = self.places(ctx)
+        return torch.zeros(self.cells(len(x))).index_add_(0, place, x * sign)
+
+    def decode(self, payload, ctx):
+        place, sign = self.places(ctx)
+        return payload.parts[0][place] / payload.count * sign
+
+
+class SketchClaims(Claims, of=Sketch):
+    unbiased = True
+
+    def variance(self, x, ctx):
+        squares = x.double().square()
+        return (squares.sum() - squares) / self.codec.cells(len(x))
+
+
+class OneBoundOfSketch(SketchClaims):
+    """Only a bound, which is attained."""
+
+    def variance(self, x, ctx):
+        return None
+
+    def variance_bound(self, x, ctx):
+        return float(SketchClaims.variance(self, x, ctx).sum())
+
+
+@pytest.mark.parametrize(
+    ("claims", "name", "draws"),
+    [(SketchClaims, "variance", 4000), (OneBoundOfSketch, "variance_bound", 1000)],
+)
+def test_errors_that_depend_on_each_other_are_no_fault(claims, name, draws, monkeypatch):
+    monkeypatch.setattr(statistics, "DRAWS", draws)
+    monkeypatch.setattr(Sketch, "claims", property(claims))
+    assert properties.run(Sketch(), "variance").verdict == "holds"
+    declared = getattr(claims, name)
+    monkeypatch.setattr(claims, name, lambda self, x, ctx: 0.8 * declared(self, x, ctx))
+    assert properties.run(Sketch(), "variance").verdict == "fails"
 
 
 def test_noise_of_few_elements_is_not_compared():
