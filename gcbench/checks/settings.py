@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,15 +55,15 @@ TRIED = (
 def untried(method: Compressor) -> Measurement:
     """Switches and granularities that no variant has work, on a few inputs of the search.
 
-    Values that the constructor refuses are left out.
+    Values that a user cannot set are left out.
     """
     if registry.changed(method):
         raise NotDeclaredError("tried beside the default configuration")
     done = []
     for name, value in _other_values(method):
         try:
-            other = dataclasses.replace(method, **{name: value})  # type: ignore[type-var]
-        except (TypeError, ValueError, UsageError):
+            other = registry.make(method.name, type(method), {name: value})
+        except UsageError:
             continue
         running, text = Calls(other), f"{name}={value}"
         for case in TRIED:

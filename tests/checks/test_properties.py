@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -1257,6 +1257,22 @@ def test_a_field_without_a_default_is_no_fault():
     outcomes = [properties.run(Required(3), name) for name in ("settings", "other settings")]
     assert [outcome.verdict for outcome in outcomes] == ["not declared"] * 2
     assert properties.run(Required(3), "nothing lost over steps").verdict == "holds"
+
+
+@dataclass(frozen=True)
+class Narrow(Levels):
+    """Right, and its granularity has two values."""
+
+    granularity: Literal["tensor", "model"] = "tensor"
+
+    def layout(self, segments, count=1):
+        scales = {"tensor": len(segments.shapes), "model": 1}[self.granularity]
+        return ((torch.int8, segments.numel), (torch.float32, scales))
+
+
+def test_values_that_no_user_can_set_are_not_tried():
+    outcome = properties.run(Narrow(), "other settings")
+    assert (outcome.verdict, outcome.measured) == ("holds", "granularity=model")
 
 
 class Undecorated(Compressor):
