@@ -1469,6 +1469,27 @@ def test_a_bound_is_required_of_a_contractive_method():
     assert "requires the claim `error_bound`" in outcome.note
 
 
+class BoundOfNothing(TOPK):
+    """Its bound holds for any method that sends nothing."""
+
+    @property
+    def claims(self):
+        return BoundOfNothingClaims(self)
+
+
+class BoundOfNothingClaims(Claims):
+    contractive = True
+
+    def error_bound(self, x, ctx):
+        return oracle.energy(x)
+
+
+def test_a_bound_must_be_below_the_energy():
+    outcome = properties.run(BoundOfNothing(), "contraction")
+    assert outcome.verdict == "fails"
+    assert "normal: the bound" in outcome.note
+
+
 UNCLAIMED = (
     SILENT
     + """
