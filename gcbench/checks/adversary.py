@@ -156,8 +156,7 @@ class Search:
         ):
             if not self.findings:
                 part()
-        after = process_state()
-        changed = [name for name, value in self.before.items() if after[name] != value]
+        changed = changed_since(self.before)
         if changed and not self.findings:
             what = f"changes the process: {', '.join(changed)}"
             self.findings.append(Finding("encode", what, "any input"))
@@ -357,6 +356,12 @@ def process_state() -> dict[str, Any]:
         "precision of matmul": torch.get_float32_matmul_precision(),
         "denormal numbers": float(torch.tensor(1e-40) * 1.0) != 0.0,
     }
+
+
+def changed_since(before: Mapping[str, Any]) -> list[str]:
+    """Return the names in an earlier `process_state` whose values are others now."""
+    after = process_state()
+    return [name for name, value in before.items() if after[name] != value]
 
 
 def mean_fault(method: Compressor) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gcbench.checks import against, memories, properties
+from gcbench.checks import adversary, against, memories, properties
 from gcbench.checks.adversary import Search, process_state
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.checks.cases import Effort, effort_for
@@ -74,8 +74,7 @@ def verify(
         search = searched(method, effort_for(method, first=not number), before)
         rows += search_rows(search)
         if not number:
-            with threads_kept():
-                rows += _memory_rows(method, carried)
+            rows += _memory_rows(method, carried)
             rows += against.compare(method, expected) if expected else []
         table = [{"configuration": text or "default", **row._asdict()} for row in rows]
         seconds = time.perf_counter() - start
@@ -102,7 +101,12 @@ def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:
     """Return the rows of the memory beside a method: the one given, or the method's own."""
     name = carried or method.memory
     options = method.memory_options if name == method.memory else {}
-    return memories.verify(memory.make(name, options), method)
+    before = adversary.process_state()
+    with threads_kept():
+        rows = memories.verify(memory.make(name, options), method)
+    fault = ", ".join(adversary.changed_since(before))
+    measured, verdict = (f"changes {fault}", "fails") if fault else ("0 faults", "holds")
+    return [*rows, Outcome("memory: process", measured, "0 faults", verdict)]
 
 
 def searched(method: Compressor, effort: Effort, before: Mapping[str, Any]) -> Search:

@@ -614,6 +614,37 @@ def test_the_command_verifies_the_memory_of_a_file(last, code, tmp_path, monkeyp
     assert refused.code == 2
 
 
+SEEDED = """
+import torch
+
+from gcbench import Memory
+
+
+class Seeded(Memory):
+    def offer(self, gradient, ctx):
+        torch.manual_seed(ctx.step)
+        return gradient
+"""
+
+
+def test_a_memory_must_not_seed_the_generator_of_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(memories, "CHECKS", {"memory: replicas": memories._replicas})
+    (tmp_path / "seeded.py").write_text(SEEDED)
+    name = registry.add_file(str(tmp_path / "seeded.py"), "memory")
+    state = torch.random.get_rng_state()
+    try:
+        verdicts = [
+            {
+                row.check: row.verdict
+                for row in verify._memory_rows(registry.compressor("int8"), each)
+            }
+            for each in (name, "none")
+        ]
+    finally:
+        torch.random.set_rng_state(state)
+    assert [each["memory: process"] for each in verdicts] == ["fails", "holds"]
+
+
 @pytest.mark.parametrize("cls", unusual.MEMORIES)
 def test_an_unusual_memory_is_accepted(cls):
     rows = memories.verify(cls(), registry.compressor("topk"))
