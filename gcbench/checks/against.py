@@ -18,6 +18,7 @@ import importlib.util
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from pathlib import Path
@@ -100,6 +101,7 @@ def load(path: Path) -> Reference:
     if spec is None or spec.loader is None or not path.is_file():
         raise UsageError(f"--against {path}: a Python file is expected")
     module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -12,6 +12,7 @@ from wrong_methods import INT8, TOPK
 
 from gcbench.checks import against, cases, properties, verify
 from gcbench.core import registry
+from gcbench.core.compressor import Key, Segments
 from gcbench.core.errors import UsageError
 
 NONE = """
@@ -43,6 +44,22 @@ def decoded(x, segments, uniform):
             level = np.abs(x[s]).astype(np.float64) / top * 7
             out[s] = np.sign(x[s]) * np.floor(level + uniform[s]) / 7 * top
     return out
+"""
+
+
+DATACLASS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Settings:
+    top: float
+
+
+def decoded(x, segments):
+    return x
 """
 
 
@@ -91,6 +108,13 @@ class FirstMean(TOPK):
 )
 def test_a_method_that_differs_is_refused(method, text, failing, tmp_path):
     assert verdicts(method, text, tmp_path)[failing].verdict == "fails"
+
+
+def test_a_reference_may_define_a_dataclass(tmp_path):
+    (tmp_path / "reference.py").write_text(DATACLASS)
+    x = torch.ones(3)
+    reference = against.load(tmp_path / "reference.py")
+    assert torch.equal(reference.decoded(x, Segments((0, 3)), x, Key(0, 0, 0)), x)
 
 
 def test_the_draws_of_a_method_are_at_hand(tmp_path):
