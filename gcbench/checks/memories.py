@@ -104,13 +104,16 @@ def _buffers(carried: Memory, method: Compressor) -> str:
 
 
 def _received(carried: Memory, method: Compressor) -> str:
-    """`keep` receives the decoding of the worker's own payload, and gradients stay as they are."""
-    if isinstance(method, MultiRoundCompressor) or "allgather" not in method.legal_collectives():
-        return ""
+    """`keep` receives the decoding of the worker's own payload, and gradients stay as they are.
+
+    Methods in rounds, and those without an all-gather, are compared in their gradients alone.
+    """
     if not carried.carries:
         return SKIPPED + "the gradient is offered as it is"
-    spy = Spy(carried)
-    running, fused = (exchange(method, each, "allgather") for each in (spy, carried))
+    spy, rounds = Spy(carried), isinstance(method, MultiRoundCompressor)
+    single = "allgather" in method.legal_collectives() and not rounds
+    way = "allgather" if single else None
+    running, fused = (exchange(method, each, way) for each in (spy, carried))
     calls, segments = Calls(method), Segments.of(SHAPES, method.granularity)
     for step in range(4):
         spy.offered.clear()
@@ -120,6 +123,8 @@ def _received(carried: Memory, method: Compressor) -> str:
             return f"step {step}: fusible, but encode_feedback and the memory give other means"
         if spy.changed:
             return f"step {step}: offer changes the gradient"
+        if not single:
+            continue
         key = Key(7, step, 0)
         shared = calls.shared(spy.offered, segments, key)
         for rank, (offered, sent) in enumerate(zip(spy.offered, spy.sent, strict=False)):

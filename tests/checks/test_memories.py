@@ -549,6 +549,14 @@ def test_a_wrong_memory_is_refused(cls, check, name):
     refused(check, cls(), registry.compressor(name))
 
 
+@pytest.mark.parametrize("name", ["powersgd", "randomk"])
+def test_a_changed_gradient_is_refused_beside_methods_of_every_collective(name, monkeypatch):
+    method = registry.compressor(name)
+    monkeypatch.setattr(type(method), "collectives", ("allreduce",))
+    refused("memory: what was sent", Changing(), method)
+    assert memories._received(memory.make("residual", {}), method) == ""
+
+
 SCHEDULES = ("memory: exact code", "memory: sent later", "memory: dense")
 
 
