@@ -57,7 +57,7 @@ def compressors() -> list[Row]:
 
     def row(name: str) -> Row:
         cls = registry.compressor_class(name)
-        method = cls()
+        method = registry.compressor(name)
         nominal = method.claims.nominal_bits
         try:
             up, down = wire_bits.bits(method)
@@ -85,7 +85,7 @@ def tasks() -> list[Row]:
 
     def row(name: str) -> Row:
         cls = registry.task_class(name)
-        task = cls()
+        task = registry.task(name)
         defaults = dict(task.defaults())
         return {
             "what": _card(cls),

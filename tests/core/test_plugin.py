@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gcbench.core.clock import Clock
 from gcbench.core.compressor import Segments
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
+from gcbench.report import listings
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -264,6 +266,22 @@ def test_what_is_broken_matters_only_when_asked_for(site, third_party, listed, t
     message = done.err.splitlines()[-1]
     assert message.startswith("gcbench: 'broken' of the package somebodys-methods cannot be loaded")
     assert "ModuleNotFoundError" in message
+
+
+@dataclass(frozen=True)
+class Needy(type(registry.compressor("none"))):
+    bits: int
+
+
+def test_a_method_whose_field_has_no_default_does_not_hide_the_others(monkeypatch):
+    entries = {
+        "needy": registry.Entry("needy", "theirs", lambda: Needy),
+        "none": registry.compressors()["none"],
+    }
+    monkeypatch.setattr(registry, "compressors", lambda: entries)
+    needy, none = listings.compressors()
+    assert "'bits'" in needy["what"]
+    assert none["collectives"][0] == "allreduce"
 
 
 def test_replicas_that_really_drift_apart_are_found(site, third_party, tmp_path):
