@@ -64,7 +64,7 @@ def command(study: ModuleType) -> Callable[..., None]:
         out = Output(**{name: values.pop(name) for name in Output._fields})
         data_dir = values.pop(DATA, None)
         for name in lists:
-            values[name] = [item for item in values[name].split(",") if item]
+            values[name] = [item for part in values[name].split(",") if (item := part.strip())]
         settings = make(study.Settings, **values)
         steps = getattr(study, "steps", lambda settings: 1)(settings)
         more = {DATA: data_dir} if trains else {}

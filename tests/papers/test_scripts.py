@@ -382,7 +382,15 @@ def test_verdicts_on_known_ratios(ratio, noise, verdict):
 
 def test_the_script_of_errors(tmp_path):
     picture = tmp_path / "errors.png"
-    words = (*SHORT, "--method", "fft,bf16,qsgd:levels=3", "--plot", picture, "--results", tmp_path)
+    words = (
+        *SHORT,
+        "--method",
+        "fft, bf16, qsgd:levels=3",
+        "--plot",
+        picture,
+        "--results",
+        tmp_path,
+    )
     done = script(fft_errors, *words, "--json").json
     tables = {table["name"]: table for table in done["tables"]}
     (claim,) = tables["claims"]["rows"]
