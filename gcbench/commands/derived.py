@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from gcbench.commands import KEYWORD, DataDir, Output, flags_of, make, with_flags
+from gcbench.core import files, registry
 from gcbench.core.errors import GcbenchError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 PLAIN = (str, int, float, bool)
 DATA = "data_dir"
 """If a module's `run` has this parameter, its command has the flag `--data-dir`."""
+SOURCES = "sources"
+"""A field of settings without a flag, which the command fills: see `_sources`."""
 
 
 def _flag(name: str, field: Any) -> inspect.Parameter:
@@ -42,17 +49,37 @@ def _flag(name: str, field: Any) -> inspect.Parameter:
     )
 
 
+def _sources(settings: BaseModel) -> dict[str, str]:
+    """Return the SHA-256 of the files that the settings name, and of plug-ins, by word.
+
+    They are part of the settings, so a result is not reused after one of them was edited.
+    """
+    digests = {}
+    values = settings.model_dump(exclude={SOURCES}).values()
+    words = [word for value in values for word in (value if isinstance(value, list) else [value])]
+    for word in (word for word in words if isinstance(word, str)):
+        name = word.partition(":")[0]
+        plugins = (registry.compressors().get(name), registry.tasks().get(name))
+        if entry := next(filter(None, plugins), None):
+            if origin := registry.origin(entry):
+                digests[word] = origin["sha256"]
+        elif Path(name).is_file():
+            digests[word] = files.hash_file(Path(name))
+    return digests
+
+
 def command(study: ModuleType) -> Callable[..., None]:
     """Return the command of an analysis.
 
-    `study` has `KIND`; a pydantic class `Settings`; `run(settings, command, observer, ledger)`,
-    with an additional `data_dir` if it trains; `draw(analysis, path)`; and, if its progress has
-    several steps, `steps(settings)`. The module's docstring is the help text.
+    `study` has `KIND`; a pydantic class `Settings` with the field `sources`; `run(settings,
+    command, observer, ledger)`, with an additional `data_dir` if it trains; `draw(analysis, path)`;
+    and, if its progress has several steps, `steps(settings)`. The module's docstring is the help
+    text.
 
     Raises:
         GcbenchError: no flag can represent a field of `Settings`.
     """
-    fields = study.Settings.model_fields
+    fields = {k: v for k, v in study.Settings.model_fields.items() if k != SOURCES}
     flags = [_flag(name, field) for name, field in fields.items()]
     lists = {name for name, field in fields.items() if get_origin(field.annotation) is list}
     if trains := DATA in inspect.signature(study.run).parameters:
@@ -66,6 +93,7 @@ def command(study: ModuleType) -> Callable[..., None]:
         for name in lists:
             values[name] = [item for part in values[name].split(",") if (item := part.strip())]
         settings = make(study.Settings, **values)
+        settings = settings.model_copy(update={SOURCES: _sources(settings)})
         steps = getattr(study, "steps", lambda settings: 1)(settings)
         more = {DATA: data_dir} if trains else {}
         result = out.run(study, settings, steps, measuring.code(study), **more)

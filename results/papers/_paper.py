@@ -16,7 +16,14 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import typer
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from torch import Tensor
 
 from gcbench import cli
@@ -58,6 +65,13 @@ class Choices(BaseModel):
     """Settings are frozen, and unknown ones are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sources: dict[str, str] = {}
+    """Digests of the files and plug-ins that the others name; the command fills it."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_sources(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {k: v for k, v in dump(self).items() if k != "sources" or v}
 
 
 class Trained(Choices):

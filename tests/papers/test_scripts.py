@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 
 import _paper
 import fft_breakeven
@@ -14,14 +16,17 @@ import number_formats
 import positions
 import pytest
 import ternary_noise
+import terngrad_figure5
 import torch
 from commands import invoke
 
 import gcbench
 from gcbench import ops
+from gcbench.commands import derived
 from gcbench.core import registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.profile.histogram.reconstruction import Gradients
+from gcbench.report.analysis import Analysis
 from gcbench.training.captures import Layer
 
 SHORT = ("--task", "digits", "--steps", 12, "--seed", "0,1,2", "--progress", "none")
@@ -409,3 +414,50 @@ def test_the_script_of_errors(tmp_path):
 def test_an_unknown_codec_is_refused(tmp_path):
     with pytest.raises(UsageError, match="nonsense"):
         fft_errors.run(fft_errors.Settings(method=["fft", "nonsense"]), "", None, None)
+
+
+# ---- edited files --------------------------------------------------------------------------------
+
+
+class Named(_paper.Choices):
+    kernels: str = "assumed"
+
+
+def reader() -> ModuleType:
+    """Return an analysis whose result is the text of the file that its settings name."""
+    study = ModuleType("reader", "Read a file.")
+    study.__file__, study.KIND, study.Settings = __file__, "reader", Named
+    study.draw = lambda analysis, path: None
+
+    def run(settings, command, observer, ledger):
+        text = Path(settings.kernels).read_text()
+        return Analysis.of("reader", settings, command, tables=[], conclusions=[text])
+
+    study.run = run
+    return study
+
+
+def test_a_result_is_not_reused_after_a_file_that_it_names_changed(tmp_path):
+    file, study = tmp_path / "m.json", reader()
+    words = ("--kernels", file, "--results", tmp_path, "--json")
+    for text, finished in (("one", False), ("one", True), ("two", False), ("one", True)):
+        file.write_text(text)
+        done = script(study, *words)
+        assert done.json["conclusions"] == [text]
+        assert ("is finished" in done.err) == finished
+
+
+def test_a_result_is_not_reused_after_an_edit_of_a_plug_in(tmp_path):
+    file = tmp_path / "mine.py"
+    settings = terngrad_figure5.Settings(compressor=[f"{file}:share=1", "topk"])
+    file.write_text("a = 1")
+    first = derived._sources(settings)
+    assert [*first] == [f"{file}:share=1"]
+    assert derived._sources(settings) == first
+    file.write_text("a = 2")
+    assert derived._sources(settings) != first
+
+
+def test_settings_without_files_keep_their_hash():
+    assert "sources" not in positions.Settings().model_dump(mode="json")
+    assert fft_range.Settings(sources={"a": "b"}).model_dump()["sources"] == {"a": "b"}
