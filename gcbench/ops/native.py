@@ -128,7 +128,10 @@ the sum of its numbers, `threads` the number of torch's threads, and `nothing` a
 ISAS = ("baseline", "avx2", "avx512")
 """Instruction sets, each a superset of the previous; non-x86-64 processors have only the first."""
 FOLDER = Path(gcbench.__file__).parent / "_native"
-REBUILD = "reinstall gcbench (`pip install -e .` in a checkout) with a C++ compiler available"
+REBUILD = (
+    f"delete {FOLDER} if it exists, and reinstall gcbench (`pip install -e .` in a checkout) with "
+    "a C++ compiler available"
+)
 NO_MEMORY = -(2**63)
 """Return value of a C++ function that cannot allocate its intermediate results."""
 
@@ -195,8 +198,8 @@ class Library:
         self.functions: dict[str, Function] = {}
 
     def load(self, isa: str) -> None:
-        """Load the library of this instruction set."""
-        library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
+        """Load the library of this instruction set; raise Missing: see `_opened`."""
+        library = _opened(isa)
         library.gc_functions.restype = ctypes.c_char_p
         functions = {}
         for line in library.gc_functions().decode().splitlines():
@@ -215,23 +218,31 @@ class Missing(GcbenchError):
     """There is no usable native library; the message states the reason."""
 
 
+def _opened(isa: str) -> ctypes.CDLL:
+    """Return the library of an instruction set.
+
+    Raises:
+        Missing: it is damaged, or was built from sources other than the installed ones.
+    """
+    try:
+        library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
+    except OSError as error:
+        raise Missing(f"the library cannot be loaded: {error}; {REBUILD}") from None
+    library.gc_sources.restype = ctypes.c_char_p
+    if library.gc_sources().decode() != sources.digest(".cpp", ".hpp", ".cuh"):
+        raise Missing(f"the library {isa}.so was built from other sources; {REBUILD}")
+    return library
+
+
 def isas() -> tuple[str, ...]:
     """Return the instruction sets that were built and that this processor has, as in `ISAS`.
 
     Raises:
-        Missing: there are none, or they were built from sources other than the installed ones.
+        Missing: there are none, or see `_opened`.
     """
-    base = FOLDER / "baseline.so"
-    if not base.exists():
+    if not (FOLDER / "baseline.so").exists():
         raise Missing(f"the library was not built; {REBUILD}")
-    try:
-        base_library = ctypes.CDLL(str(base))
-    except OSError as error:
-        raise Missing(f"the library cannot be loaded: {error}; {REBUILD}") from None
-    base_library.gc_sources.restype = ctypes.c_char_p
-    if base_library.gc_sources().decode() != sources.digest(".cpp", ".hpp", ".cuh"):
-        raise Missing(f"the library was built from other sources; {REBUILD}")
-    usable = ISAS[: 1 + base_library.gc_level()]
+    usable = ISAS[: 1 + _opened("baseline").gc_level()]
     return tuple(isa for isa in usable if (FOLDER / f"{isa}.so").exists())
 
 
@@ -239,7 +250,7 @@ def best() -> str:
     """Return the instruction set to use: the last of `isas()`, or the one in GCBENCH_ISA.
 
     Raises:
-        Missing: there are none, or the one in GCBENCH_ISA is not among them.
+        Missing: see `isas`, or the one in GCBENCH_ISA is not among them.
     """
     available = isas()
     isa = os.environ.get("GCBENCH_ISA") or available[-1]

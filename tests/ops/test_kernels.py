@@ -369,6 +369,23 @@ def test_a_library_of_other_sources_is_refused(monkeypatch):
 
 
 @needs_native
+def test_every_instruction_sets_library_is_checked(tmp_path, monkeypatch):
+    """The best one is loaded, so a good baseline says nothing about it."""
+    whole = {isa: (native.FOLDER / f"{isa}.so").read_bytes() for isa in native.isas()}
+    digest = sources.digest(".cpp", ".hpp", ".cuh").encode()
+    for content, reason in ((b"damaged", "cannot be loaded"), (None, "other sources")):
+        for isa in whole:
+            monkeypatch.setattr(native, "FOLDER", folder := tmp_path / f"{isa} {reason}")
+            folder.mkdir()
+            for name, good in whole.items():
+                (folder / f"{name}.so").write_bytes(good)
+            bad = content or whole[isa].replace(digest, digest[::-1])
+            (folder / f"{isa}.so").write_bytes(bad)
+            with pytest.raises(native.Missing, match=f"{reason}.*delete"):
+                native.Library().load(isa)
+
+
+@needs_native
 def test_an_instruction_set_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("GCBENCH_ISA", "baseline")
     assert native.best() == "baseline"
