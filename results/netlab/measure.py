@@ -16,8 +16,10 @@ its cores. A measurement that the file already holds is not repeated; remove its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
+import fcntl
 import json
 import os
 import shlex
@@ -30,6 +32,9 @@ from typing import Any
 
 from tables import compute, messages, shapes
 
+from gcbench import cli
+from gcbench.core.errors import GcbenchError
+from gcbench.core.writing import write_atomically
 from gcbench.netlab import launcher
 from gcbench.netlab.links import parse_rate
 from gcbench.predict import traffic, transport, validation
@@ -149,21 +154,43 @@ def measure(workers: int, rate: str, command: list[str]) -> dict[str, Any]:
 
 
 def collect(kind: str, rates: Sequence[str] = RATES) -> None:
-    """Measure what the file of this kind lacks, of links of these rates."""
-    path = HERE / f"{kind}.json"
+    """Measure what the file of this kind lacks, of links of these rates.
+
+    Raises:
+        GcbenchError: the file is of another machine, or cannot be written.
+    """
+    path, machine = HERE / f"{kind}.json", configuration.machine()
 
     def stored() -> dict[str, Any]:
-        return json.loads(path.read_text()) if path.exists() else {}
+        empty = {"machine": machine, "records": {}}
+        return json.loads(path.read_text()) if path.exists() else empty
 
     for key, workers, rate, command in jobs(kind):
-        if rate in rates and key not in stored().get("records", {}):
-            record = measure(workers, rate, command)
-            # Read anew: another process may measure other rates.
-            data = {"machine": configuration.machine(), "records": {}} | stored()
+        if rate not in rates or key in stored()["records"]:
+            continue
+        if (other := stored()["machine"]) != machine:
+            raise GcbenchError(
+                f"{path} was measured on {other}, this machine is {machine}: move the file away, "
+                "or measure there"
+            )
+        record = measure(workers, rate, command)
+        with locked():  # read anew: another process may measure other rates
+            data = stored()
             records = data["records"] | {key: record}
             data["records"] = {job[0]: records[job[0]] for job in jobs(kind) if job[0] in records}
-            path.write_text(json.dumps(data, indent=1) + "\n")
-            print(key, flush=True)
+            write_atomically(path, (json.dumps(data, indent=1) + "\n").encode())
+        print(key, flush=True)
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Wait for other processes that write files of this folder, and keep them out."""
+    folder = os.open(HERE, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 # ---- transport -----------------------------------------------------------------------------------
@@ -291,4 +318,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run=main)

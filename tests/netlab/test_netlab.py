@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +180,62 @@ def test_a_wrong_word_measures_nothing_and_help_shows_the_commands(
     done = capsys.readouterr()
     assert "methods" in done.out + done.err
     assert sorted(filter(Path.is_file, folder.iterdir())) == before
+
+
+@pytest.fixture
+def measuring(tmp_path, monkeypatch):
+    """results/netlab/measure.py in an empty folder; a measurement is the number of them so far."""
+    folder = Path(__file__).parents[2] / "results/netlab"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "tables", raising=False)
+    spec = importlib.util.spec_from_file_location("measure", folder / "measure.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.delitem(sys.modules, "tables")
+    count = itertools.count(1)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "measure", lambda *_: {"number": next(count)})
+    return module
+
+
+def test_a_measurement_that_cannot_be_written_leaves_the_others(measuring, tmp_path):
+    measuring.collect("methods", ["50mbit"])
+    file = tmp_path / "methods.json"
+    before = file.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises((GcbenchError, OSError)):
+            measuring.collect("methods", ["100mbit"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_bytes() == before
+    measuring.collect("methods", ["100mbit"])
+    records = json.loads(file.read_text())["records"]
+    assert len(records) == 2 * len(json.loads(before)["records"])
+    assert records.items() >= json.loads(before)["records"].items()
+
+
+def test_measurements_of_two_machines_are_not_mixed(measuring, tmp_path, monkeypatch):
+    file = tmp_path / "transport.json"
+    measuring.collect("transport", ["50mbit"])
+    before = file.read_text()
+    monkeypatch.setattr(measuring.configuration, "machine", lambda: {"cpu": "another"})
+    measuring.collect("transport", ["50mbit"])  # nothing is missing
+    with pytest.raises(GcbenchError, match="another"):
+        measuring.collect("transport", ["100mbit"])
+    assert file.read_text() == before
+
+
+def test_two_processes_that_measure_write_one_after_the_other(measuring, tmp_path):
+    thread = threading.Thread(target=measuring.collect, args=("transport", ["50mbit"]))
+    with measuring.locked():
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert not (tmp_path / "transport.json").exists()
+    thread.join()
+    assert len(json.loads((tmp_path / "transport.json").read_text())["records"]) == 4
 
 
 def test_each_link_has_a_name_of_its_own_and_is_measured_once():
