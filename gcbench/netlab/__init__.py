@@ -11,11 +11,13 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from gcbench.core import settings_file
 from gcbench.core.errors import UsageError
 from gcbench.netlab import launcher
 from gcbench.netlab.links import Link, parse_delay, parse_rate
@@ -80,8 +82,11 @@ class Settings(BaseModel):
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the words of a `gcbench run` command into its compressors and its other flags.
 
+    Without --compressor, the compressors are those of its --config file, or the default of `run`.
+
     Raises:
-        UsageError: another command, or a flag that the lab sets itself.
+        UsageError: another command, a setting that the lab sets itself, or a file that cannot be
+            read.
     """
     command, *rest = words or [""]
     if command != "run":
@@ -89,7 +94,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
             f"netlab received the command {command!r}; expected run after `--`, e.g. "
             "gcbench netlab -- run --compressor none,terngrad --task mnist"
         )
-    others, compressors = list[str](), "terngrad"
+    others, compressors = list[str](), None
     words_left = iter(rest)
     for word in words_left:
         flag, equals, value = word.partition("=")
@@ -99,7 +104,24 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
             compressors = value if equals else next(words_left, "")
         else:
             others.append(word)
+    file = _settings(others)
+    if "workers" in file:
+        raise UsageError(
+            "netlab received a --config with workers; netlab sets them: leave them out"
+        )
+    if compressors is None:
+        named = file.get("compressor", "terngrad")
+        compressors = ",".join(map(str, named if isinstance(named, list) else [named]))
     return [spec.strip() for spec in compressors.split(",") if spec.strip()], others
+
+
+def _settings(words: Sequence[str]) -> dict[str, Any]:
+    """Return the settings in the file of --config, if these words have one."""
+    for word, following in pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag == "--config":
+            return settings_file.read(Path(value if equals else following))
+    return {}
 
 
 def steps(settings: Settings) -> int:

@@ -93,6 +93,23 @@ def test_the_compressors_are_taken_out_of_the_command():
     )
 
 
+def test_the_compressors_are_those_of_the_config_without_the_flag(tmp_path):
+    """They were terngrad whatever the file said, and its workers were those of the lab."""
+    file = tmp_path / "c.yaml"
+    for text, compressors in (
+        ("lr: 1", ["terngrad"]),
+        ("compressor: topk:ratio=0.1", ["topk:ratio=0.1"]),
+        ("compressor: [none, topk]", ["none", "topk"]),
+    ):
+        file.write_text(text)
+        for words in (["--config", str(file)], [f"--config={file}"]):
+            assert split(["run", *words]) == (compressors, words)
+            assert split(["run", "--compressor", "int8", *words]) == (["int8"], words)
+    file.write_text("workers: 8")
+    with pytest.raises(UsageError, match="workers"):
+        split(["run", "--config", str(file)])
+
+
 def test_workers_that_do_not_fit_the_nodes_are_refused():
     for words in (
         ["--workers", "3", "--workers-per-node", "2"],
