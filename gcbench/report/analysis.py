@@ -217,6 +217,8 @@ class Ledger:
         self.path = folder / LEDGER
         self._records: dict[str, Any] = {}
         self._origin = {"started": now(), "code": code}
+        self.afresh = False
+        """Whether finished work is to be repeated (`--force`)."""
 
     @contextlib.contextmanager
     def open(self, *, afresh: bool = False) -> Iterator[Ledger]:
@@ -225,6 +227,7 @@ class Ledger:
         Raises:
             GcbenchError: another process has it, or the folder cannot be written.
         """
+        self.afresh = afresh
         with explained(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open_own(self.path, "a+b", 0)

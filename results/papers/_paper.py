@@ -128,7 +128,10 @@ def measured(
     steps = sorted({*chosen, *also})
     results = ledger.path.parent.parent
     rows: list[Row] = []
-    for one in histogram.train(config, settings.seed, steps, results, data_dir, "plain"):
+    trained = histogram.train(
+        config, settings.seed, steps, results, data_dir, "plain", force=ledger.afresh
+    )
+    for one in trained:
         gradients = Gradients(one.layers, one.buckets(settings.workers), one.step, one.seed)
         if problem := gradients.problem():
             raise GcbenchError(f"step {one.step}, seed {one.seed}: {problem}")

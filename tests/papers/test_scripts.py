@@ -23,10 +23,10 @@ from commands import invoke
 import gcbench
 from gcbench import ops
 from gcbench.commands import derived
-from gcbench.core import registry
+from gcbench.core import progress, registry
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.profile.histogram.reconstruction import Gradients
-from gcbench.report.analysis import Analysis
+from gcbench.report.analysis import Analysis, Ledger
 from gcbench.training.captures import Layer
 
 SHORT = ("--task", "digits", "--steps", 12, "--seed", "0,1,2", "--progress", "none")
@@ -409,6 +409,24 @@ def test_the_script_of_errors(tmp_path):
     bins = tables["distribution"]["rows"]
     assert sum(row["share"] for row in bins if row["method"] == "fft") == pytest.approx(1)
     assert picture.stat().st_size > 0
+
+
+def test_force_repairs_a_damaged_gradient_as_the_message_says(tmp_path):
+    trained = _paper.Trained(task="quadratic", steps=2, capture=[1], workers=1, seed=[0])
+    observer = progress.observer("none", "test", 1)
+
+    def energies(force: bool) -> list[dict]:
+        with Ledger(tmp_path / "test-0").open(afresh=force) as ledger:
+            energy = lambda one: [{"energy": float(one.mean.square().sum())}]  # noqa: E731
+            return _paper.measured(energy, trained, observer, ledger, None)
+
+    first = energies(force=False)
+    (file,) = tmp_path.glob("runs/*/captures/*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(GcbenchError, match="--force"):
+        energies(force=False)
+    assert energies(force=True) == first
 
 
 def test_an_unknown_codec_is_refused(tmp_path):
