@@ -40,15 +40,14 @@ from gcbench.report.analysis import Analysis, Ledger, Row, Table, Value, shown
 from gcbench.training import captures
 
 
-def _distinct(seeds: list[int]) -> list[int]:
-    if len({*seeds}) < len(seeds):
-        raise ValueError(f"{seeds} repeats a seed; give each once")
-    return seeds
+def _distinct(values: list[Any]) -> list[Any]:
+    if len({*values}) < len(values):
+        raise ValueError(f"{values} repeats a value; give each once")
+    return values
 
 
-Seeds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), AfterValidator(_distinct)
-]
+Distinct = AfterValidator(_distinct)
+Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), Distinct]
 
 
 def main(study: ModuleType | None = None) -> None:

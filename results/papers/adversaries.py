@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from _paper import (
     Choices,
     Columns,
+    Distinct,
     Seeds,
     main,
     name,
@@ -53,10 +54,10 @@ class Settings(Choices):
     steps: int = Field(default=100, ge=1, description="Training steps.")
     workers: int = Field(default=7, ge=3, description="Workers.")
     examples: int = Field(default=10, ge=1, description="Examples per worker and step.")
-    adversaries: list[int] = Field(
+    adversaries: Annotated[list[int], Distinct] = Field(
         default=[0, 1, 3, 4], min_length=1, description="Numbers of adversaries, 0 among them."
     )
-    attack: list[str] = Field(
+    attack: Annotated[list[str], Distinct] = Field(
         default=["flip", "scale"], min_length=1, description="flip, random or scale."
     )
     vote_lr: float = Field(default=1e-3, gt=0, description="Learning rate of the vote.")

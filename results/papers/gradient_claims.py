@@ -22,7 +22,7 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
-from _paper import Trained, main, measured, plot, title
+from _paper import Distinct, Trained, main, measured, plot, title
 from pydantic import Field
 from torch import Tensor
 
@@ -54,10 +54,10 @@ Rows = Mapping[str, list[Row]]
 class Settings(Trained):
     """The settings that decide the result."""
 
-    clip: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+    clip: Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Distinct] = Field(
         default=[CLIP], description="TernGrad's clipping factors, in standard deviations."
     )
-    shares: list[Annotated[float, Field(gt=0, lt=1)]] = Field(
+    shares: Annotated[list[Annotated[float, Field(gt=0, lt=1)]], Distinct] = Field(
         default=[0.15, 0.01], description="Shares of elements at which FFT and top-k are compared."
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from _paper import Choices, Columns, main, number, plot, result, table, values
+from _paper import Choices, Columns, Distinct, main, number, plot, result, table, values
 from pydantic import Field
 
 from gcbench import ops
@@ -48,7 +48,7 @@ class Settings(Choices):
     """The settings that decide the result."""
 
     elements: int = Field(default=1_000_000, ge=1000, description="n, elements of the gradient.")
-    shares: list[Annotated[float, Field(gt=0, le=0.5)]] = Field(
+    shares: Annotated[list[Annotated[float, Field(gt=0, le=0.5)]], Distinct] = Field(
         default=[0.5, 0.3, 0.15, 0.1, 0.05, 0.03125, 0.02, 0.01, 0.003, 0.001],
         min_length=1,
         description="Shares K / n that are kept.",

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 import _paper
+import adversaries
 import fft_breakeven
 import fft_errors
 import fft_range
+import gradient_claims
 import number_formats
 import positions
 import pytest
@@ -432,6 +434,27 @@ def test_force_repairs_a_damaged_gradient_as_the_message_says(tmp_path):
 def test_an_unknown_codec_is_refused(tmp_path):
     with pytest.raises(UsageError, match="nonsense"):
         fft_errors.run(fft_errors.Settings(method=["fft", "nonsense"]), "", None, None)
+
+
+# ---- repeated values -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("study", "flag", "values"),
+    [
+        (adversaries, "--adversaries", "0,1,1"),
+        (adversaries, "--attack", "flip,flip"),
+        (gradient_claims, "--clip", "2.5,2.50"),
+        (gradient_claims, "--shares", "0.1,0.1"),
+        (positions, "--shares", "0.15,0.15"),
+        (fft_errors, "--seed", "0,0"),
+    ],
+)
+def test_a_value_that_comes_twice_is_refused(study, flag, values, tmp_path):
+    """Its cases were counted twice: two seeds were n = 8."""
+    done = script(study, flag, values, "--results", tmp_path)
+    assert done.code == 2
+    assert done.err.startswith(f"gcbench: usage: {flag}")
 
 
 # ---- edited files --------------------------------------------------------------------------------
