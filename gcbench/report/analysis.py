@@ -210,13 +210,19 @@ class Ledger:
 
     A record is a JSON object under a key, one line of the file. A crash of the process loses no
     record; a crash of the machine may lose the last seconds, because the file is not synced. The
-    first line has the start time and the digest of the code.
+    first line has the start time, the digest of the code, and the processor.
     """
 
     def __init__(self, folder: Path, code: str = "") -> None:
         self.path = folder / LEDGER
         self._records: dict[str, Any] = {}
-        self._origin = {"started": now(), "code": code}
+        machine = configuration.machine()
+        self._machine = {part: machine[part] for part in ("cpu", "isa", "gpu")}
+        self._origin: dict[str, Any] = {
+            "started": now(),
+            "code": code,
+            "machine": self._machine,
+        }
         self.afresh = False
         """Whether finished work is to be repeated (`--force`)."""
 
@@ -225,7 +231,8 @@ class Ledger:
         """Lock the ledger for this process; `afresh` deletes its records.
 
         Raises:
-            GcbenchError: another process has it, or the folder cannot be written.
+            GcbenchError: another process has it, another processor began it (times and bits depend
+                on the processor), or the folder cannot be written.
         """
         self.afresh = afresh
         with explained(self.path):
@@ -252,17 +259,23 @@ class Ledger:
             file.truncate(whole)
             self._file = file
             self._origin = self._records.get(MADE, self._origin)
+            then = self._origin.get("machine", self._machine)
+            if then != self._machine:
+                raise GcbenchError(
+                    f"{self.path.parent} was begun on {then}, this machine is {self._machine}: "
+                    "continue it there, or start over with --force"
+                )
             yield self
 
     @property
     def started(self) -> str:
         """The start time of this work, in UTC."""
-        return self._origin["started"]
+        return str(self._origin["started"])
 
     @property
     def code(self) -> str:
         """The digest of the code that began it, "" for an analysis that is always repeated."""
-        return self._origin["code"]
+        return str(self._origin["code"])
 
     def __contains__(self, key: str) -> bool:
         return key in self._records

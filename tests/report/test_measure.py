@@ -16,7 +16,7 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import analysis as measuring
 from gcbench.report import kinds
 from gcbench.report.analysis import Analysis, Ledger, MissingTableError, Shown, Table
-from gcbench.training import methods
+from gcbench.training import configuration, methods
 
 
 def example(**changes) -> Analysis:
@@ -175,6 +175,21 @@ def test_a_ledger_keeps_what_was_made_before_a_crash(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
+def test_the_work_of_one_processor_is_not_continued_on_another(tmp_path, monkeypatch):
+    """Times of two machines were in one table, under the name of the second."""
+    with Ledger(tmp_path).open() as ledger:
+        ledger["a"] = 1
+    machine = configuration.machine()
+    monkeypatch.setattr(configuration, "machine", lambda: {**machine, "cores": 99})
+    with Ledger(tmp_path).open() as ledger:
+        assert ledger["a"] == 1
+    monkeypatch.setattr(configuration, "machine", lambda: {**machine, "cpu": "another"})
+    with pytest.raises(GcbenchError, match=r"another.*--force"):
+        Ledger(tmp_path).open().__enter__()
+    with Ledger(tmp_path).open(afresh=True) as ledger:
+        assert "a" not in ledger
+
+
 def test_a_ledger_tells_when_and_by_what_code_it_was_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,10 +221,10 @@ def test_an_analysis_that_is_made_again_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_and_keeps_what_was_made(tmp_path: Path) -> None:
-    with files_of_at_most(200), Ledger(tmp_path).open() as ledger:
+    with files_of_at_most(400), Ledger(tmp_path).open() as ledger:
         ledger["one"] = 1
         with pytest.raises(GcbenchError, match=r"cannot write .*: File too large. Free space"):
-            ledger["two"] = "x" * 200
+            ledger["two"] = "x" * 400
     with Ledger(tmp_path).open() as ledger:
         assert ledger["one"] == 1
         assert "two" not in ledger  # a part of it lies there
