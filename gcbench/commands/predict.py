@@ -184,12 +184,13 @@ def predict(
         study, settings, steps = validation, validation.settings(), 1
     elif links:
         refuse_unused(ctx, LINKS, "--links")
+        chosen = compressed(job.compressor)  # first: a measurement's times are of known methods
         study, measured = break_even, break_even.measurement(job.kernels)
         settings = make(
             break_even.Settings,
             FLAGS,
             kernels=job.kernels,
-            compressors=compressed(job.compressor),
+            compressors=chosen,
             workers=numbers("--workers", workers) if workers else [],
             link_latency_us=link_latency_us,
             measured=f"{measured.analysis.name}, {measured.analysis.provenance.get('started')}",

@@ -36,6 +36,7 @@ from gcbench.predict import (
 )
 from gcbench.profile import breakeven
 from gcbench.profile.bandwidth import worker
+from gcbench.report.analysis import document
 from gcbench.training import methods
 
 ROOT = Path(__file__).parents[2]
@@ -847,6 +848,38 @@ def test_times_belong_to_a_name_and_source(tmp_path) -> None:
     assert changed.of(registry.compressor("qsgd"), 1e6) is not None
     (warning,) = changed.warnings([int8, registry.compressor("qsgd")])
     assert "int8" in warning
+
+
+def test_links_use_the_measured_times_of_a_file(tmp_path, forget) -> None:
+    """The measurement was read before the flag had registered the file."""
+    path = tmp_path / "mycodec.py"
+    path.write_text((ROOT / "compressors/int8.py").read_text())
+    methods.parse(str(path))
+    sources = {str(path): registry.source_digest("mycodec")}
+    stored = costs.stored()
+    assert stored is not None
+    names = {"int8": str(path), "memcpy": "memcpy"}
+    tables = [
+        table.model_copy(
+            update={
+                "rows": [
+                    {**row, "method": names[row["method"]]}
+                    for row in table.rows
+                    if row.get("method") in names
+                ]
+            }
+        )
+        for table in stored.analysis.tables
+    ]
+    settings = {**stored.analysis.settings, "sources": sources}
+    renamed = stored.analysis.model_copy(update={"tables": tables, "settings": settings})
+    (tmp_path / "m.json").write_text(json.dumps(document(renamed)))
+    forget()
+    words = ("--kernels", tmp_path / "m.json", "--compressor", path, "--results", tmp_path)
+    done = invoke("predict", "--links", *words, "--json", "--progress", "none").json
+    (row,) = done["tables"][0]["rows"]
+    assert row["encode_seconds_per_byte"] > 0
+    assert row["links"].startswith("below")
 
 
 def test_a_configuration_that_was_not_measured_has_no_times(tmp_path) -> None:
