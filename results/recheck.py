@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gcbench import cli
 from gcbench.core.errors import DivergedError
 from gcbench.core.writing import write_atomically
 from gcbench.results import rows
@@ -64,9 +65,14 @@ def main() -> None:
     parser.add_argument("--only", action="append", type=Path, help="a file of rows; default all")
     parser.add_argument("--count", action="store_true", help="only say how much there is to do")
     asked = parser.parse_args()
+    files = {path.resolve(): path for path in sorted(REFERENCE.glob("*.parquet"))}
+    for path in asked.only or ():
+        if path.resolve() not in files:
+            names = ", ".join(one.name for one in files.values())
+            parser.error(f"--only {path}: not a file of {REFERENCE}, which has {names}")
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
-    for path in asked.only or sorted(REFERENCE.glob("*.parquet")):
+    for path in asked.only or files.values():
         again, alike, count = selected(rows.read(path))
         hours = sum(row.get("seconds", 0.0) for row in again) / 3600
         print(
@@ -106,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.main(run=main)

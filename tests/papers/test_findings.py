@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import runpy
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,3 +133,19 @@ def test_a_paired_difference_has_the_interval_of_its_seeds(findings):
     assert (result.value, result.low, result.high) == pytest.approx(
         (20.0, 20 - 100 * half, 20 + 100 * half), rel=1e-5
     )
+
+
+# ---- rows that are run again ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["missing", "elsewhere"])
+def test_recheck_refuses_a_file_that_is_not_a_reference(where, tmp_path, monkeypatch, capsys):
+    """A misspelled one had 0 rows; the report would mix files of one name."""
+    file = tmp_path / "terngrad-table1.parquet"
+    if where == "elsewhere":
+        file.write_bytes((PATH.parent / "reference" / file.name).read_bytes())
+    monkeypatch.setattr(sys, "argv", ["recheck.py", "--count", "--only", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PATH.with_name("recheck.py")), run_name="__main__")
+    assert ended.value.code == 2
+    assert str(file) in capsys.readouterr().err
