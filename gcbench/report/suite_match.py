@@ -40,20 +40,22 @@ class Beside:
     def rows(self, rows: Sequence[ComparisonRow], *, every: bool = False) -> list[ComparisonRow]:
         """Return the best row found for each method, with what is published, and ranks among them.
 
-        Beside it is the result of the alternative that its source has. Rows that no trial chose,
-        because the suite sets their rate, are kept. `every`: all rows are kept.
+        Beside it is the result of the alternative that its source has, after as many steps. Rows
+        that no trial chose, because the suite sets their rate, are kept. `every`: all rows are
+        kept.
         """
         points = [self.points[row.runs[0].method] for row in rows]
-        sources = {
-            point.group: row
-            for row, point in zip(rows, points, strict=True)
-            if point.as_published and point.tune is not None
-        }
+        sources: dict[tuple[str, int], ComparisonRow] = {}
+        for row, point in zip(rows, points, strict=True):
+            if point.as_published and point.tune is not None:
+                key = point.group, row.first.steps
+                if key not in sources or self.rate(row) in ("tuned", "edge"):
+                    sources[key] = row
         result = []
         for row, point in zip(rows, points, strict=True):
             if not every and point.tune is not None and row.runs[0].method not in self.best:
                 continue
-            source = sources.get(point.group)
+            source = sources.get((point.group, row.first.steps))
             if source is not None and source is not row:
                 row = replace(row, as_published=source)
             bits = row.bits_up

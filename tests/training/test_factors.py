@@ -160,6 +160,26 @@ def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_
     assert all(row.as_published is None for row in rest)
 
 
+def test_a_row_stands_beside_its_source_s_settings_at_equal_steps_and_the_tuned_rate(
+    suite_path: Path, tmp_path: Path
+) -> None:
+    suite, paths = suites.load(str(suite_path)), [tmp_path / f"{n}.parquet" for n in (12, 20)]
+
+    def judge(config: Config) -> float:
+        return judged(0.1, momentum=0.2, model=-0.1)(config) - 0.05 * (config.steps == 12)
+
+    for steps, path in zip((12, 20), paths, strict=True):
+        stored(suite, judge, path, {"compressor": ["none"], "steps": [steps]})
+    slow = Config.make({**suite.points()[0].config.model_dump(exclude={"task_version"}), "lr": 1.0})
+    accuracy = {"test_accuracy": 0.1, "test_loss": 1.0, "payload_ratio_up": 2.0}
+    rows.add(paths[1], rows.row(summary_of(slow, config_hash=slow.hash, **accuracy), [], ""))
+    beside = suite_match.beside(suite, load(paths))
+    every = compare.rows(beside.runs, choices=suite.choices, preferred=beside.best)
+    shown = [row for row in beside.rows(every) if row.rate == "tuned"]
+    published = {row.first.steps: row.as_published and row.as_published.mean for row in shown}
+    assert published == {12: pytest.approx(0.4505), 20: pytest.approx(0.5005)}
+
+
 def test_a_tier_with_open_settings_has_no_ranks(suite_path: Path, tmp_path: Path) -> None:
     """Without one trial of top-k another momentum may win: neither row of the tier has a rank."""
     suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
