@@ -125,6 +125,8 @@ class ComparisonRow:
     """Whether a row of the tier is better with no more payload bytes, by the ranks' intervals."""
     as_published: ComparisonRow | None = None
     """The row with the settings of the method's source, if a suite's trials chose others."""
+    differs_from_source: bool = False
+    """Whether a suite's trials chose other settings; False without trials that choose them."""
     rate: str | None = None
     """How a suite's rule chose the learning rate: "tuned", "edge" of what was tried, "untuned".
 

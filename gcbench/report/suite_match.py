@@ -66,6 +66,7 @@ class Beside:
                     tier=None if bits is None else self.suite.tier(bits),
                     rate=self.rate(row),
                     settings_open=self._is_open(row, point),
+                    differs_from_source=point.tune is not None and not point.as_published,
                 )
             )
         return ranked(result)

@@ -151,10 +151,13 @@ def _as_published(rows: Sequence[ComparisonRow]) -> list[Column]:
     if all(row.as_published is None for row in rows):
         return []
     mixed = len({row.metric for row in rows}) > 1
-    cells = [
-        "same" if row.as_published is None else quality(row.as_published, mixed) for row in rows
-    ]
-    return [Column("as\npublished", cells)]
+
+    def shown(row: ComparisonRow) -> str:
+        if row.as_published is None:
+            return "-" if row.differs_from_source else "same"
+        return quality(row.as_published, mixed)
+
+    return [Column("as\npublished", [shown(row) for row in rows])]
 
 
 def _tiers(rows: Sequence[ComparisonRow]) -> list[Column]:
@@ -233,7 +236,7 @@ def _published_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     if any(row.as_published is not None for row in rows):
         sentences.append(
             "as published: the result with the settings of the method's source at their best rate, "
-            "where trials chose other settings; same: they chose these."
+            "where trials chose other settings; same: they chose these; -: there is no such run."
         )
     return [
         *sentences,

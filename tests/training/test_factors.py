@@ -180,6 +180,24 @@ def test_a_row_stands_beside_its_source_s_settings_at_equal_steps_and_the_tuned_
     assert published == {12: pytest.approx(0.4505), 20: pytest.approx(0.5005)}
 
 
+def test_without_runs_of_its_source_s_settings_a_row_is_not_called_the_same(
+    suite_path: Path, tmp_path: Path
+) -> None:
+    """Trials chose top-k without momentum, and its runs with the source's settings are missing."""
+    suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
+    stored(
+        suite,
+        judged(0.1, momentum=0.2, model=-0.1),
+        path,
+        included=lambda config: (
+            not config.test or (config.compressor, config.momentum) != ("topk", 0.9)
+        ),
+    )
+    words = ("compare", path, "--suite", suite_path, "--columns", "as published", "--details")
+    (line,) = (line for line in invoke(*words).out.splitlines() if line.startswith("topk"))
+    assert line.split() == ["topk", "0", "-"]
+
+
 def test_a_tier_with_open_settings_has_no_ranks(suite_path: Path, tmp_path: Path) -> None:
     """Without one trial of top-k another momentum may win: neither row of the tier has a rank."""
     suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
