@@ -146,6 +146,7 @@ def compare(
         values = (target, trials, suite, plot, sort, columns, width, label)
         if flags := [f"--{name}" for name, value in zip(names, values, strict=True) if value]:
             raise UsageError(f"--by machine has one table: remove {', '.join(flags)}")
+        comparing.check(runs, asked.conditions)
         meets = comparing.where(runs, asked.conditions)
         chosen_runs = [run for run in meets[0] if meets[1](run)]
         named = dict(zip(paths, places, strict=True))
@@ -179,6 +180,9 @@ def compare(
         )
     groups = dict(sorted(groups.items(), key=lambda group: group[0] != ""))  # the user's rows first
     asked = asked._replace(lines=asked.lines - 2 * (len(groups) - 1))
+    if len(groups) > 1:  # each value must be in one of them
+        every = [run for group in groups.values() for run in group]
+        comparing.check(every, asked.conditions)
     shown: list[ComparisonRow] = []
     for name, group in groups.items():
         if shown and _is_short(asked) and plot is None and asked.lines < FEWEST:
@@ -189,20 +193,30 @@ def compare(
             from gcbench.report import suite_match
 
             beside = suite_match.beside(_load_suite(name), labelled)
+            if len(groups) == 1:
+                comparing.check(beside.runs, asked.conditions)
             rows = comparing.chosen(
                 beside.runs, asked, beside.suite.choices, beside.rows, beside.best
             )
             title = f"Suite {beside.suite.name}: {beside.suite.title}" if suite is None else ""
             missing = beside.unmade()
         else:
-            rows = comparing.chosen(group if trials else reader.without_trials(group), asked)
+            tried = group if trials else reader.without_trials(group)
+            if len(groups) == 1:
+                comparing.check(tried, asked.conditions)
+            rows = comparing.chosen(tried, asked)
             title, missing = "", []
+        if not rows:
+            continue
         text = ("\n" if shown else "") + comparing.render(rows, asked, title)
         output.emit(text)
         asked = asked._replace(lines=asked.lines - text.count("\n"))
         if missing:
             say("\n  ".join(missing) if details else f"{missing[0]}: --details lists them")
         shown += rows
+    if not shown:
+        words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
+        raise UsageError(f"no row has all of {' and '.join(words)}")
     if plot is not None:
         from gcbench.report import effect_plot, paper_plot, run_plots, tier_plot
 

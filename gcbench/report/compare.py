@@ -714,20 +714,18 @@ def chosen(
     complete: Callable[[list[ComparisonRow]], list[ComparisonRow]] = list,
     preferred: frozenset[str] = frozenset(),
 ) -> list[ComparisonRow]:
-    """Return the requested rows; `choices` and `preferred` as for `rows`.
+    """Return the requested rows, maybe none; `choices` and `preferred` as for `rows`.
 
     `complete` adds to all rows, before any is left out, what it takes all of them to know.
 
     Raises:
-        UsageError: no row has all that was asked for, or see `where`, `level` and `rows`.
+        UsageError: see `level` and `rows`.
     """
     runs, meets = where(runs, asked.conditions)
+    if not runs:
+        return []
     every = rows(runs, level(asked.target, runs), choices, asked.labels, preferred)
-    selected = [row for row in complete(every) if meets(row.runs[0])]
-    if not selected:
-        words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
-        raise UsageError(f"no row has all of {' and '.join(words)}")
-    return selected
+    return [row for row in complete(every) if meets(row.runs[0])]
 
 
 def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
@@ -771,6 +769,20 @@ def _check_setting(key: str, runs: Sequence[Run]) -> None:
         raise unknown("setting", key, keys)
 
 
+def check(runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]) -> None:
+    """Check the conditions of `where`.
+
+    Raises:
+        UsageError: a setting that no run has, or a value that none has.
+    """
+    firsts = list({run.method: run for run in runs}.values())
+    for key, values in conditions.items():
+        _check_setting(key, firsts)
+        present = {text(settings_of(run).get(key)) for run in (runs if key == "seed" else firsts)}
+        if missing := [value for value in values if plugin_name(key, value) not in present]:
+            raise unknown(key, ", ".join(missing), present)
+
+
 def where(
     runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]
 ) -> tuple[list[Run], Callable[[Run], bool]]:
@@ -779,9 +791,6 @@ def where(
     `conditions`: setting -> the values allowed, as the command line writes them. A condition on the
     seed or the task selects runs, before means are taken. Every other one selects rows, once they
     are made: the baseline of a row may be one that is not shown.
-
-    Raises:
-        UsageError: a setting that no run has, or values that none has.
     """
 
     def meets(run: Run, key: str) -> bool:
@@ -790,11 +799,6 @@ def where(
     conditions = {
         key: [plugin_name(key, value) for value in values] for key, values in conditions.items()
     }
-    for key, values in conditions.items():
-        _check_setting(key, runs)
-        if not any(meets(run, key) for run in runs):
-            present = {text(settings_of(run).get(key)) for run in runs}
-            raise unknown(key, ", ".join(values), present)
     first = conditions.keys() & {"seed", "task"}
     selected = [run for run in runs if all(meets(run, key) for key in first)]
     later = conditions.keys() - first

@@ -965,6 +965,8 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
     for words, text in [
         (["--where", "worker=2"], "Did you mean 'workers'"),
         (["--where", "workers=3"], "unknown workers '3'. Known: 2, 4"),
+        (["--where", "workers=2,3"], "unknown workers '3'. Known: 2, 4"),
+        (["--where", "seed=0,9"], "unknown seed '9'. Known: 0, 1, 2"),
         (["--where", "workers"], "SETTING=VALUE"),
         (["--where", "seed=1", "--where", "seed=2"], "each setting once"),
         (["--where", "workers=4", "--where", "compressor=none"], "no row has all of"),
@@ -973,6 +975,22 @@ def test_chosen_rows_keep_their_baseline(tmp_path: Path) -> None:
     ]:
         refused = invoke("compare", folder, *words)
         assert (refused.code, text in refused.err) == (2, True), refused.err
+
+
+def test_a_value_of_one_group_alone_shows_the_rows_of_that_group(tmp_path: Path) -> None:
+    mine = write(tmp_path, *BASE, summary("mine", 0, 0.91))
+    words = ("compare", mine, ROOT / "results/reference/terngrad-table1.parquet", "--where")
+    done = invoke(*words, "compressor=mine")
+    assert (done.code, done.err) == (0, "")
+    assert "mine" in done.out
+    assert "Suite" not in done.out
+    done = invoke(*words, "compressor=terngrad")
+    assert (done.code, done.err) == (0, "")
+    assert "62.71" in done.out
+    refused = invoke(*words, "compressor=terngrad,other")
+    assert refused.code == 2
+    assert "unknown compressor 'other'" in refused.err
+    assert refused.out == ""
 
 
 def test_a_width_needs_a_picture_or_latex(tmp_path: Path) -> None:
