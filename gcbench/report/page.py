@@ -165,8 +165,7 @@ def page(
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    chosen = list(sections.compared(contents.runs, target, suites))
-    short = sections.too_short(contents.runs)
+    chosen, short = sections.compared(contents.runs, target, suites)
     parts: dict[str, Callable[[], Section]] = {}
     for one in chosen:
         parts[one.title] = partial(sections.accuracy, one)

@@ -267,10 +267,11 @@ def _by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def compared(
     runs: Sequence[Run], target: float | None, asked: Sequence[Beside]
-) -> Iterator[Compared]:
-    """Yield what gets a section: the suites that are asked for or that rows name, then the tasks.
+) -> tuple[list[Compared], list[Compared]]:
+    """Return what gets a section, and the short runs, of which only times are shown.
 
-    Trials, which chose learning rates and never saw the test split, are left out.
+    Sections are of the suites that are asked for or that rows name, then of tasks. Trials, which
+    chose learning rates and never saw the test split, are left out.
     """
     groups = per_suite(runs, {one.suite.name: one.suite.version for one in asked})
     rest = groups.pop("", [])
@@ -283,25 +284,21 @@ def compared(
             wanted[name] = suite_match.beside(suites.load(name), labelled)
         except UsageError:  # the suite has been changed since
             rest += members
+    chosen: list[Compared] = []
+    short: list[Compared] = []
     for beside in wanted.values():
         rows = beside.rows(
             compare.rows(beside.runs, target, beside.suite.choices, preferred=beside.best)
         )
         title = f"{beside.suite.name}: {beside.suite.title}"
-        yield Compared(title, _task(beside.runs[0]), beside.runs, rows, beside)
+        chosen.append(Compared(title, _task(beside.runs[0]), beside.runs, rows, beside))
     for task, alike in _by_task(run for run in rest if not run.is_trial).items():
         whole = [run for run in alike if not _is_short(run)]
         if whole:
-            yield Compared(task, task, whole, compare.rows(whole, target))
-
-
-def too_short(runs: Sequence[Run]) -> list[Compared]:
-    """Return the runs of which only times are shown, by task."""
-    plain = [run for run in runs if not run.suite and _is_short(run) and not run.is_trial]
-    return [
-        Compared(f"{task}, short runs", task, alike, compare.rows(alike))
-        for task, alike in _by_task(plain).items()
-    ]
+            chosen.append(Compared(task, task, whole, compare.rows(whole, target)))
+        if cut := [run for run in alike if _is_short(run)]:
+            short.append(Compared(f"{task}, short runs", task, cut, compare.rows(cut)))
+    return chosen, short
 
 
 _BUDGET = ("workers", "steps", "batch", "optimizer", "lr")

@@ -166,7 +166,7 @@ def test_a_page_shows_the_best_rows_and_counts_the_others(tmp_path: Path, monkey
     monkeypatch.setattr(registry, "task_class", lambda name: asked.append(name) or task_class(name))
     monkeypatch.setattr(figures, "save", lambda figure, path: path.touch())
     contents = page.Found(runs=loaded(tmp_path / "rows.parquet", 110, 21))
-    (one,) = sections.compared(contents.runs, None, ())
+    (one,), _ = sections.compared(contents.runs, None, ())
     section = sections.accuracy(one)
     (sheet,) = section.sheets
     assert len(sheet.columns[0].cells) == tables.MOST_ROWS < 110

@@ -402,6 +402,13 @@ def test_the_summary_stands_first_and_timings_last(folder: Path) -> None:
     assert "10.00" not in {row[1] for row in page.accuracy()}  # of two steps
 
 
+def test_short_runs_of_a_suite_of_mine_have_their_times(tmp_path: Path) -> None:
+    runs = [stored.row(recorded("none", seed, 0.5, steps=2), [], "mine/1") for seed in (0, 1)]
+    stored.write(tmp_path / "rows.parquet", runs)
+    _, page = reported(tmp_path / "x", tmp_path / "rows.parquet")
+    assert "Times: digits, short runs" in page.headings
+
+
 def test_findings_call_nothing_worse_without_an_interval(tmp_path: Path) -> None:
     from gcbench.report import compare
     from gcbench.results import reader
