@@ -159,6 +159,7 @@ def compare(
     changed = where or by or target or trials or columns or sort or label
     chosen = _load_suite(suite) if suite is not None else None
     groups = per_suite(runs, {} if chosen is None else {chosen.name: chosen.version})
+    groups = {name: reader.once(group) for name, group in groups.items()}
     labelled = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
         labelled += groups.get("", [])

@@ -21,7 +21,7 @@ from gcbench.report.compare import ComparisonRow
 from gcbench.report.kernel_timings import Timings
 from gcbench.report.rendering import Column, ends, where
 from gcbench.report.suite_match import Beside
-from gcbench.results.reader import Run
+from gcbench.results.reader import Run, once
 from gcbench.results.suites import per_suite
 from gcbench.training import suites
 
@@ -274,7 +274,7 @@ def compared(
     chose learning rates and never saw the test split, are left out.
     """
     groups = per_suite(runs, {one.suite.name: one.suite.version for one in asked})
-    rest = groups.pop("", [])
+    rest = once(groups.pop("", []))
     labelled = [run for group in groups.values() for run in group]
     wanted = {beside.suite.name: beside for beside in asked}
     for name, members in groups.items():

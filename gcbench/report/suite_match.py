@@ -13,7 +13,7 @@ from gcbench.core import registry
 from gcbench.core.errors import UsageError
 from gcbench.core.values import text
 from gcbench.report.compare import ComparisonRow, ranked
-from gcbench.results.reader import Run, fields, recorded
+from gcbench.results.reader import Run, fields, once, recorded
 from gcbench.training import configuration, grid
 from gcbench.training.suites import Point, Suite
 from gcbench.training.suites.tuning import Trial, decide_among, quality
@@ -154,6 +154,7 @@ def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
     Raises:
         UsageError: none of them is.
     """
+    runs = once(runs)
     points = {point.identity: point for point in suite.points()}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     alike_of = _entries(suite, points.values(), runs)
@@ -204,6 +205,7 @@ def with_trials(suite: Suite, runs: Sequence[Run]) -> list[Run]:
     Raises:
         UsageError: none of them is.
     """
+    runs = once(runs)
     alike_of = _entries(suite, suite.points(), runs)
     members = [
         run

@@ -394,12 +394,13 @@ def load(
     *,
     repeated: bool = False,
 ) -> list[Run]:
-    """Return the finished runs in `folders`, each once, or as often as they are there (`repeated`).
+    """Return the finished runs in `folders`, each once per label of a suite; see `once`.
 
     Each path is a run's folder, a folder with runs or files of rows at any depth, a .parquet file
     of rows, or a .json file that holds one summary or a list of them. Unfinished runs, and
     different results for one config and seed, are reported on stderr. `watch` makes what shows how
-    many files and folders of runs, of how many, are read.
+    many files and folders of runs, of how many, are read. `repeated`: runs are returned as often as
+    they are there.
 
     `faults`: a list to which the errors of rows, runs and files that cannot be read are appended;
     the others are returned. Without it the first of these errors is raised.
@@ -456,17 +457,24 @@ def load(
         warn(f"{count} left out: {names}; repeat the command to resume")
     if repeated:
         return result
-    unique: dict[tuple[str, int], Run] = {}
-    for candidate in result:
-        key = (candidate.method, candidate.summary.seed)
-        other = unique.setdefault(key, candidate)
-        if other is not candidate and other.outcome != candidate.outcome:
-            warn(
-                f"same config and seed, other results: {candidate.place} left out, "
-                f"{other.place} kept"
-            )
-    _warn_of_sources(list(unique.values()))
-    _warn_of_test_sets(list(unique.values()))
+    unique = once(result, per_label=True)
+    _warn_of_sources(unique)
+    _warn_of_test_sets(unique)
+    return unique
+
+
+def once(runs: Sequence[Run], *, per_label: bool = False) -> list[Run]:
+    """Return the first run of each configuration and seed.
+
+    `per_label`: of each label of a suite, too: the user's copy of a suite's row must not take it
+    from the suite. Left out runs with another result are reported on stderr.
+    """
+    unique: dict[tuple[str, int, str], Run] = {}
+    for run in runs:
+        key = run.method, run.summary.seed, run.suite if per_label else ""
+        other = unique.setdefault(key, run)
+        if other is not run and other.outcome != run.outcome:
+            warn(f"same config and seed, other results: {run.place} left out, {other.place} kept")
     return list(unique.values())
 
 
@@ -503,6 +511,6 @@ def frame(runs: Sequence[Run]) -> DataFrame:
     return pd.json_normalize(
         [
             {**run.summary.model_dump(), "suite": run.suite, "source": str(run.source)}
-            for run in runs
+            for run in once(runs)
         ]
     )

@@ -15,6 +15,7 @@ import pytest
 from builders import BASE, summary, summary_of, write
 from commands import ROOT, invoke
 
+import gcbench
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import figures, run_plots
 from gcbench.report.compare import level, rows
@@ -341,6 +342,29 @@ def test_a_run_found_twice_is_taken_once(
     (tmp_path / "both.json").write_text(json.dumps([summary(), summary(accuracy=0.1)]))
     load([tmp_path / "both.json"])
     assert "both.json, row 2 left out, " in capsys.readouterr().err
+
+
+def test_my_copy_of_a_row_of_a_suite_leaves_it_in_the_suite(tmp_path: Path) -> None:
+    """And an older version's row leaves the current one: labels are not mixed up."""
+    reference = ROOT / "results/reference/terngrad-table1.parquet"
+    every = stored.read(reference)
+    mine = tmp_path / "mine.json"
+    copies = [{**row, "suite": ""} for row in every if row["seed"] == 0]
+    mine.write_text(json.dumps([{**row, "test_accuracy": 0.5} for row in copies]))
+    older = tmp_path / "older.parquet"
+    stored.write(older, [{**row, "suite": "terngrad-table1/0"} for row in every])
+    words = ("--details", "--columns", "accuracy,n")
+    expected = invoke("compare", reference, "--suite", "terngrad-table1", *words).out
+    lines = [line for line in expected.splitlines() if re.search(r"\d ± \d", line)]
+    assert len(lines) == 4
+    both = invoke("compare", mine, older, reference, *words)
+    assert [line for line in both.out.splitlines() if line in lines] == lines
+    assert [line.split()[-2:] for line in both.out.splitlines() if " 50.00 " in line] == [
+        ["50.00", "1"]
+    ] * 4
+    assert len(load([mine, reference])) == len(every) + len(copies)
+    frame = gcbench.load_results(mine, reference)
+    assert len(frame) == len(every)
 
 
 def test_an_accuracy_above_one_is_refused(tmp_path: Path) -> None:
