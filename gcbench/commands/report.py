@@ -41,15 +41,17 @@ def report(
     from gcbench.core import progress as showing
     from gcbench.report import bundle, page, suite_match
     from gcbench.report.rendering import counted
+    from gcbench.results.suites import per_suite
     from gcbench.training import suites
 
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
     with bundle.opened(places) as paths:
         contents = page.collect(paths)
     gc.freeze()  # the rows stay: looking for garbage among them would take seconds
-    beside = [
-        suite_match.beside(suites.load(name), contents.runs) for name in dict.fromkeys(suite or ())
-    ]
+    asked = [suites.load(name) for name in dict.fromkeys(suite or ())]
+    groups = per_suite(contents.runs, {one.name: one.version for one in asked})
+    contents.runs = [run for group in groups.values() for run in group]
+    beside = [suite_match.beside(one, contents.runs) for one in asked]
     observers: list[showing.Observer] = []
 
     def show(done: int, of: int, what: str) -> None:

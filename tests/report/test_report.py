@@ -463,6 +463,18 @@ def test_rows_of_a_parquet_file_are_reported_with_their_suite(tmp_path: Path) ->
     assert "rank" in page.accuracy()[0]
 
 
+def test_the_section_of_a_suite_has_no_rows_of_another_version(tmp_path: Path) -> None:
+    reference, older = ROOT / "results/reference/terngrad-table1.parquet", tmp_path / "old.parquet"
+    changes = {"suite": "terngrad-table1/0", "test_accuracy": 0.11}
+    stored.write(older, [{**row, **changes} for row in stored.read(reference)])
+    messages, page = reported(tmp_path / "x", older, reference, "--suite", "terngrad-table1")
+    assert "12 rows of version 0" in messages
+    assert "same config and seed" not in messages
+    assert {row[1] for row in page.accuracy()[1:]} == {
+        *("66.59 ± 0.32", "62.71 ± 0.28", "46.78 ± 0.19", "44.28 ± 0.23"),
+    }
+
+
 @pytest.mark.usefixtures("pictures")
 def test_a_suite_of_two_budgets_has_the_picture_of_the_larger_one(tmp_path: Path) -> None:
     every = stored.read(ROOT / "results/reference/main.parquet")
