@@ -95,6 +95,17 @@ def test_every_value_of_a_factor_has_its_rates_and_the_best_is_run(suite_path: P
     assert results == [(m, 0.1, seed) for m in (0.0, 0.9) for seed in (0, 1)]
 
 
+def test_each_number_of_steps_has_trials_and_a_rate_of_its_own(suite_path: Path) -> None:
+    def judge(config: Config) -> float:
+        return judged(1.0 if config.steps == 12 else 0.01, momentum=-0.1)(config)
+
+    suite = suites.load(str(suite_path))
+    settings = {"compressor": ["none"], "steps": [12, 20], "seed": [0]}
+    trials, final = follow(suite, judge, settings)
+    assert {c.steps for c in trials} == {12, 20}
+    assert {(c.momentum, c.steps, c.lr) for c in final} == {(0.9, 12, 1.0), (0.9, 20, 0.01)}
+
+
 def test_a_close_choice_is_tried_again_with_the_second_seed(suite_path: Path) -> None:
     """The mean of both seeds decides: what was behind at first may win."""
 

@@ -111,6 +111,12 @@ class Point:
         """The key of runs that differ only in FREE settings (or in a tuned rate)."""
         return canonical(self.resolved)
 
+    @property
+    def tried_as(self) -> tuple[str, int]:
+        """The key of the points whose settings the same trials choose: `group` and their steps."""
+        trial_steps = None if self.tune is None else self.tune.steps
+        return self.group, trial_steps or self.config.steps
+
 
 class Entry(BaseModel):
     """A grid of runs, and the published numbers for them."""
@@ -261,21 +267,21 @@ class Suite(BaseModel):
     def runs(self, settings: Mapping[str, Any]) -> Generator[Config, Mapping[str, Any], None]:
         """Yield the configs to run, seed by seed; the generator receives the summary of each.
 
-        All trials come first. If `settings` selects a part of a group, the whole group is tuned,
-        and the selected points are run that are chosen or as published.
+        All trials come first, for each number of steps. If `settings` selects a part of a group,
+        the whole group is tuned, and the selected points are run that are chosen or as published.
         """
         points = sorted(self.points(settings), key=lambda point: point.config.seed)
-        groups: dict[str, dict[str, Point]] = {}
+        groups: dict[tuple[str, int], dict[str, Point]] = {}
         for point in self.points({key: value for key, value in settings.items() if key in FREE}):
-            groups.setdefault(point.group, {}).setdefault(point.identity, point)
-        rates: dict[str, float] = {}
-        for group in dict.fromkeys(p.group for p in points if p.tune is not None):
-            rates |= yield from _tuned([*groups[group].values()])
+            groups.setdefault(point.tried_as, {}).setdefault(point.identity, point)
+        rates: dict[tuple[str, int], dict[str, float]] = {}
+        for key in dict.fromkeys(p.tried_as for p in points if p.tune is not None):
+            rates[key] = yield from _tuned([*groups[key].values()])
         for point in points:
             if point.tune is None:
                 yield point.config
-            elif point.identity in rates:
-                yield point.config.model_copy(update={"lr": rates[point.identity]})
+            elif rate := rates[point.tried_as].get(point.identity):
+                yield point.config.model_copy(update={"lr": rate})
 
     def label(self) -> str:
         """Return name/version, the label of the rows of this version."""
