@@ -285,6 +285,13 @@ def _varying(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key, column in columns.items() if column.count(column[0]) < len(column)]
 
 
+def _equalized(values: Sequence[Any]) -> list[Any]:
+    """Return the values with the first of equal ones for each: programs write 1 and 1.0."""
+    firsts: dict[Any, Any] = {}
+    plain = (int, float, str)
+    return [firsts.setdefault(v if isinstance(v, plain) else canonical(v), v) for v in values]
+
+
 class Label(NamedTuple):
     """The user's name for the rows of a method with some settings."""
 
@@ -491,13 +498,9 @@ def _baselines(
 
 
 def _budget(context: Mapping[str, Any], left: frozenset[str] = frozenset()) -> str:
-    """Return a key of equal budgets: the same for 1 and 1.0, and for a missing setting and None."""
-    if not context:
-        return ""
+    """Return a key of equal budgets, except for the settings `left` out."""
     settings = {key: value for key, value in context.items() if key not in left}
-    return canonical(
-        {k: float(v) if type(v) is int else v for k, v in settings.items() if v is not None}
-    )
+    return canonical(settings) if settings else ""
 
 
 def order(value: Any) -> tuple[int, float, str]:
@@ -584,7 +587,9 @@ def rows(
     varying = _varying([run.config for run in firsts])
     of_budget = [key for key in varying if key not in METHOD_KEYS | choices]
     context = sorted(of_budget, key=_context_order)
-    contexts = [{key: run.config.get(key) for key in context} for run in firsts]
+    columns_of = [_equalized([run.config.get(key) for run in firsts]) for key in context]
+    contexts = [dict(zip(context, values, strict=True)) for values in zip(*columns_of, strict=True)]
+    contexts = contexts or [{} for _ in firsts]
     chosen = [key for key in varying if key in choices]
 
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
@@ -596,7 +601,7 @@ def rows(
         "metric": [metrics[run.summary.task] for run in firsts],
         "context": contexts,
         "choices": [{key: run.config.get(key) for key in chosen} for run in firsts],
-        "budget": [canonical(one) if one else "" for one in contexts],
+        "budget": [_budget(one) for one in contexts],
         "baseline": [baseline for baseline, _ in baselines],
         "tuned": [keys for _, keys in baselines],
     }

@@ -20,7 +20,7 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import figures, run_plots
 from gcbench.report.compare import level, rows
 from gcbench.report.rendering import Column, fitted
-from gcbench.report.tables import render
+from gcbench.report.tables import largest_budget, render
 from gcbench.results import rows as stored
 from gcbench.results.reader import load
 from gcbench.stats import intervals, seeds
@@ -894,6 +894,17 @@ def evaluated(run: Any, accuracies: dict[int, float | None]) -> None:
         for step, value in accuracies.items()
     ]
     (run.source / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def test_a_number_is_one_budget_however_a_program_writes_it(tmp_path: Path) -> None:
+    """The rows of another program have weight decay 0, and ours 0.0."""
+    runs = [*BASE, *(summary("theirs", seed, 0.8) for seed in range(3)), summary("none", 0, 0.9)]
+    for run, decay in zip(runs, (0.0, 0.0, 0.0, 0, 0, 0, 0.1), strict=True):
+        run["config"]["weight_decay"] = decay
+    none, theirs, other = table(tmp_path, *runs)
+    assert (none.on_front, theirs.on_front, other.on_front) == (True, False, True)
+    assert theirs.pairs == 3
+    assert len(largest_budget([none, theirs, other])) == 2
 
 
 def test_what_it_took_to_the_target(tmp_path: Path) -> None:
