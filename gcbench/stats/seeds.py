@@ -127,8 +127,8 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     Columns: `configuration`; `seed`; `uncompressed`; `sign`: 1 where a higher metric is better,
     else -1; `value`: the metric after the last step, NaN where the run diverged; `examples`: of the
     test set, NaN where it is not known and for losses; bytes of a worker
-    in the whole run, NaN where it ended early; ratios; seconds of a step and of its phases ("phase
-    encode"); `TARGET`.
+    in the whole run, NaN where it ended early; ratios; `test_top5`, NaN where the run diverged;
+    seconds of a step and of its phases ("phase encode"); `TARGET`.
     `metrics`: "accuracy" or "test_loss", by task. `target`: the metric to be met; None: none.
 
     Raises:
@@ -146,6 +146,7 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
     def of(name: str) -> Any:
         return numbers(getattr(summary, name) for summary in summaries)
 
+    finals = [_final(run, metrics[run.summary.task]) for run in runs]
     ended = [summary.failed is None for summary in summaries]
     links = [summary.communicate_modelled for summary in summaries]
     phases = dict.fromkeys((*PHASES, *(name for s in summaries for name in s.phase_seconds)))
@@ -161,7 +162,7 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
         "skipped_steps": [summary.skipped_steps for summary in summaries],
         "uncompressed": [summary.compressor_name == BASELINE for summary in summaries],
         "sign": np.where(accuracies, 1, -1),
-        "value": numbers(_final(run, metrics[run.summary.task]) for run in runs),
+        "value": numbers(finals),
         "examples": numbers(
             size if accuracy else None
             for size, accuracy in zip(examples(runs), accuracies, strict=True)
@@ -169,6 +170,7 @@ def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | Non
         "payload_bytes": np.where(ended, of("payload_bytes_up") + of("payload_bytes_down"), np.nan),
         "wire_bytes": np.where(ended, [s.wire_bytes.per_worker for s in summaries], np.nan),
         **{name: of(name) for name in (*_MEANS, "step_seconds")},
+        "test_top5": np.where([one is None for one in finals], np.nan, of("test_top5")),
         "communicate_modelled_seconds": numbers(
             None if link is None else link.seconds for link in links
         ),

@@ -286,6 +286,15 @@ def test_failed_seeds_are_counted_and_in_no_mean(tmp_path: Path, bad: dict[str, 
     assert "1 (1 failed)" in render([row], "table", 200)
 
 
+def test_a_seed_that_diverged_is_in_no_top_5_accuracy(tmp_path: Path) -> None:
+    """With NaN parameters a run has the accuracies of guessing, and no finite loss."""
+    runs = [summary("none", 0, 0.7), summary("none", 1, 0.001, test_loss=None)]
+    (row,) = table(
+        tmp_path, *({**run, "test_top5": t} for run, t in zip(runs, (0.9, 0.005), strict=True))
+    )
+    assert (row.mean, row.test_top5) == (0.7, 0.9)
+
+
 def test_bytes_are_of_the_seeds_that_ended(tmp_path: Path) -> None:
     """One that failed at its third step has sent nearly nothing."""
     failed = summary("x", 2, None) | {
