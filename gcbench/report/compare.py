@@ -510,17 +510,19 @@ def order(value: Any) -> tuple[int, float, str]:
     return 1, 0.0, canonical(value)
 
 
-def fp32_target(runs: Sequence[Run]) -> float:
+def fp32_target(runs: Sequence[Run], preferred: frozenset[str] = frozenset()) -> float:
     """Return the target that the uncompressed runs set: the median of their last evaluation.
 
-    Runs that diverged are left out: with NaN parameters they still have an accuracy.
+    Runs that diverged are left out: with NaN parameters they still have an accuracy. `preferred`:
+    configurations, by `Run.method`; if some are uncompressed, these alone set it.
 
     Raises:
         UsageError: there is no uncompressed run with evaluations, or of more than one task.
     """
     values = []
-    for run in runs:
-        if run.summary.compressor_name != BASELINE or run.summary.failed:
+    plain = [run for run in runs if run.summary.compressor_name == BASELINE]
+    for run in [run for run in plain if run.method in preferred] or plain:
+        if run.summary.failed:
             continue
         if curve := run.evaluations():
             loss = curve[-1].get(f"{run.judged_by}_loss", math.inf)
@@ -535,8 +537,10 @@ def fp32_target(runs: Sequence[Run]) -> float:
     return float(statistics.median(values))
 
 
-def level(target: str | None, runs: Sequence[Run]) -> float | None:
-    """Return the target as a number: `fp32` is what the uncompressed runs set.
+def level(
+    target: str | None, runs: Sequence[Run], preferred: frozenset[str] = frozenset()
+) -> float | None:
+    """Return the target as a number: `fp32` is what the uncompressed runs set; see `fp32_target`.
 
     Raises:
         UsageError: another word, or see `fp32_target`.
@@ -544,7 +548,7 @@ def level(target: str | None, runs: Sequence[Run]) -> float | None:
     if target is None:
         return None
     if target == "fp32":
-        return fp32_target(runs)
+        return fp32_target(runs, preferred)
     try:
         return float(target)
     except ValueError:
@@ -729,7 +733,8 @@ def chosen(
     runs, meets = where(runs, asked.conditions)
     if not runs:
         return []
-    every = rows(runs, level(asked.target, runs), choices, asked.labels, preferred)
+    target = level(asked.target, runs, preferred)
+    every = rows(runs, target, choices, asked.labels, preferred)
     return [row for row in complete(every) if meets(row.runs[0])]
 
 

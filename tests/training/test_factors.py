@@ -209,6 +209,23 @@ def test_without_runs_of_its_source_s_settings_a_row_is_not_called_the_same(
     assert line.split() == ["topk", "0", "-"]
 
 
+def test_fp32_sets_the_target_with_the_settings_that_trials_chose(
+    suite_path: Path, tmp_path: Path
+) -> None:
+    """The runs with its source's momentum are 20 points worse, and in no row of their own."""
+    suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
+    stored(suite, judged(0.1, momentum=0.2), path, {"compressor": ["none"]})
+    curves = [
+        {**row, "evaluations": [{"step": 20, "validation_accuracy": row.get("test_accuracy", 0)}]}
+        for row in rows.read(path)
+    ]
+    rows.write(path, curves)
+    words = ("--suite", suite_path, "--target", "fp32", "--json")
+    (row,) = invoke("compare", path, *words).json
+    assert row["target"] == row["mean"] == pytest.approx(0.7005)
+    assert row["target_reached"] == 1
+
+
 def test_a_tier_with_open_settings_has_no_ranks(suite_path: Path, tmp_path: Path) -> None:
     """Without one trial of top-k another momentum may win: neither row of the tier has a rank."""
     suite, path = suites.load(str(suite_path)), tmp_path / "rows.parquet"
