@@ -234,7 +234,9 @@ def compare(
         elif any(row.tier is not None for row in shown):
             tier_plot.draw(shown, title, plot)
         else:
-            run_plots.draw([run for row in shown for run in row.runs], plot, asked.labels)
+            on_front = {row.runs[0].method for row in shown if row.on_front}
+            drawn = [run for row in shown for run in row.runs]
+            run_plots.draw(drawn, plot, asked.labels, on_front)
         say(f"wrote {plot}")
     end_with(faults)
 

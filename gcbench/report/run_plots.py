@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +62,15 @@ def curve(run: Run, column: str) -> dict[int, float]:
 
 
 def _quality(
-    axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]
+    axes: Axes,
+    panel: Sequence[ComparisonRow],
+    styles: dict[str, dict[str, Any]],
+    on_front: Collection[str],
 ) -> list[Mark]:
     """Draw the final metric against payload bytes and return the marks, to be labelled.
 
     Rows without a finished seed have no payload per step: they are named below the axis.
+    `on_front`: the configurations, by `Run.method`, that a dashed line joins.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -85,7 +89,7 @@ def _quality(
         axes.errorbar(size, mean, spread, capsize=4, elinewidth=1.5, **look)
         short = str(number) if len(panel) > MANY else ""
         marks.append(Mark(size, mean, spread, _shown(row), look["color"], short))
-        if row.on_front:
+        if row.runs[0].method in on_front:
             fronts.setdefault(canonical(row.context), []).append((size, mean))
     for front in fronts.values():
         axes.plot(*zip(*sorted(front), strict=True), color="0.75", lw=1, ls=(0, (4, 2)), zorder=1)
@@ -188,14 +192,20 @@ def _title(config: Mapping[str, Any], panels: Sequence[Mapping[str, Any]]) -> st
     return f"{' '.join([task, *options])}, {workers} worker{'s' * (workers > 1)}"
 
 
-def draw(runs: Sequence[Run], path: Path, names: Sequence[Label] = ()) -> None:
+def draw(
+    runs: Sequence[Run],
+    path: Path,
+    names: Sequence[Label] = (),
+    on_front: Collection[str] | None = None,
+) -> None:
     """Write a picture of `runs` to `path`: PNG, SVG or PDF by its ending.
 
     One row of panels for each task with its options, and number of workers. Left: final test
     accuracy (test loss where the task has none), mean ± sd over seeds, against payload bytes; grey
     is the band of the uncompressed seeds. Right: the same metric over the steps, mean and range of
     the seeds. A single seed has neither sd nor range. A panel has the rows of `tables.drawn`.
-    `names`: the user's names for rows.
+    `names`: the user's names for rows. `on_front`: the configurations, by `Run.method`, that are on
+    the front of all rows, where `runs` are a part of them; None: the front of `runs`.
 
     Raises:
         UsageError: another ending, or no runs.
@@ -209,6 +219,8 @@ def draw(runs: Sequence[Run], path: Path, names: Sequence[Label] = ()) -> None:
         places.setdefault(json.dumps(_place(run), sort_keys=True, default=str), []).append(run)
     # Labels are unique within a panel.
     every = [rows(part, labels=names) for part in places.values()]
+    if on_front is None:
+        on_front = {row.runs[0].method for panel in every for row in panel if row.on_front}
     panels = [tables.drawn(panel) for panel in every]
     panels = [
         sorted(panel, key=lambda row: row.behind) if len(panel) > MANY else panel
@@ -232,7 +244,7 @@ def draw(runs: Sequence[Run], path: Path, names: Sequence[Label] = ()) -> None:
             some = f"first {MOST_SEEDS} " if max(counts) > MOST_SEEDS else ""
             title = f"training: mean and range of the {some}seeds" if several else "training"
             right.set_title(title, loc="left")
-            labels.append((left, _quality(left, panel, styles)))
+            labels.append((left, _quality(left, panel, styles, on_front)))
             _curves(right, panel, styles)
         if not any(right.axison for _, right in grid):  # legends alone
             grid[0, 0].get_gridspec().set_width_ratios((9, 5))

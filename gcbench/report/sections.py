@@ -414,7 +414,8 @@ def accuracy(one: Compared) -> Section:
         section.picture = _picture(lambda path: tier_plot.draw(drawn, one.title, path))
     else:
         runs = [run for row in drawn for run in row.runs]
-        section.picture = _picture(lambda path: run_plots.draw(runs, path))
+        on_front = {row.runs[0].method for row in drawn if row.on_front}
+        section.picture = _picture(lambda path: run_plots.draw(runs, path, (), on_front))
     return section
 
 

@@ -109,3 +109,20 @@ def test_a_picture_has_the_names_that_the_user_gives(tmp_path: Path) -> None:
     text = picture.read_text()
     assert "<!-- My method -->" in text
     assert "<!-- mine -->" not in text
+
+
+def test_the_front_of_a_picture_is_that_of_the_table(tmp_path: Path, monkeypatch) -> None:
+    """`none` beats `mid`, also where it is not shown."""
+    sizes = {"none": 0.9, "mid": 0.8, "low": 0.7}
+    runs = [
+        summary(name, seed, value, payload_bytes_up=10_000_000 * (1 + (name != "low")))
+        for name, value in sizes.items()
+        for seed in (0, 1, 2)
+    ]
+    folder, figures_of = write(tmp_path / "runs", *runs), []
+    monkeypatch.setattr(figures, "save", lambda figure, path: figures_of.append(figure))
+    words = ("compare", folder, "--plot", tmp_path / "x.png", "--json", "--where")
+    rows = invoke(*words, "compressor=mid,low").json
+    assert {row["compressor_name"]: row["on_front"] for row in rows} == {"mid": False, "low": True}
+    lines = [line for line in figures_of[0].axes[0].lines if line.get_linestyle() == "--"]
+    assert [len(line.get_xdata()) for line in lines] == [1]
