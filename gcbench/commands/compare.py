@@ -173,7 +173,7 @@ def compare(
         end_with(faults)
         return
     elif (several and _is_short(asked)) or (
-        len(groups) > 1 and (json or plot is not None or format_ is Format.csv)
+        len(groups) > 1 and (plot is not None or asked.format in ("csv", "json"))
     ):
         raise UsageError(
             f"these rows come from {len(groups)} suites and cannot share one table or picture: "

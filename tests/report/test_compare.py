@@ -1114,6 +1114,14 @@ def test_an_index_ignores_no_flag(flags: tuple[str, ...]) -> None:
     assert (refused.code, "choose with --suite" in refused.err) == (2, True)
 
 
+@pytest.mark.parametrize("flags", [("--json",), ("--format", "json"), ("--format", "csv")])
+def test_a_document_has_the_rows_of_one_suite(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Of two groups of rows there were two JSON arrays, one after the other."""
+    place = ROOT / "results/reference/terngrad-table1.parquet"
+    refused = invoke("compare", write(tmp_path, *BASE), place, *flags)
+    assert (refused.code, refused.out) == (2, "")
+
+
 def test_a_memory_that_is_not_the_methods_is_named(tmp_path: Path) -> None:
     """A Lion built from signsgd printed as `signsgd`."""
     lion = summary("signsgd", 0, 0.5)
