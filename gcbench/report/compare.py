@@ -455,6 +455,7 @@ def _baselines(
     firsts: Sequence[Run],
     varying: Sequence[str],
     contexts: Sequence[Mapping[str, Any]],
+    choices: Sequence[str],
     table: DataFrame,
     values: Mapping[str, Mapping[int, float]],
     preferred: frozenset[str],
@@ -462,8 +463,9 @@ def _baselines(
     """Yield the `none` configuration of each row's budget, and the tuned keys that differ.
 
     Of several the one with most equal settings that change an uncompressed run (local steps,
-    delay, ...), then a preferred one, then most common seeds, then most seeds, then most equal
-    keys. Without one of equal budget: the best that differs in tuned keys only; without that: None.
+    delay, ...), then a preferred one, then most equal `choices`, then most common seeds, then most
+    seeds, then most equal keys. Without one of equal budget: the best that differs in tuned keys
+    only; without that: None.
     """
     changing_fp32 = [key for key in varying if key in CHANGES_FP32]
     of_methods = [key for key in varying if key in METHOD_KEYS]
@@ -477,14 +479,14 @@ def _baselines(
             if budget not in near or scores[run.method] > scores[near[budget][0].method]:
                 near[budget] = run, context
 
-    def closeness(other: Run, run: Run) -> tuple[int, bool, int, int, int]:
+    def closeness(other: Run, run: Run) -> tuple[int, bool, int, int, int, int]:
         def alike(keys: Iterable[str]) -> int:
             return sum(other.config.get(key) == run.config.get(key) for key in keys)
 
         theirs = values[other.method]
         common = len(values[run.method].keys() & theirs.keys())
-        preference = other.method in preferred
-        return alike(changing_fp32), preference, common, len(theirs), alike(of_methods)
+        settings = alike(changing_fp32), other.method in preferred, alike(choices)
+        return *settings, common, len(theirs), alike(of_methods)
 
     for run, context in zip(firsts, contexts, strict=True):
         if equals := equal.get(_budget(context)):
@@ -599,7 +601,7 @@ def rows(
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
     values = seeds.values(per_run)
     table = seeds.per_config(per_run)
-    baselines = list(_baselines(firsts, varying, contexts, table, values, preferred))
+    baselines = list(_baselines(firsts, varying, contexts, chosen, table, values, preferred))
     columns: dict[str, Any] = {
         "method": _labels(firsts, varying, choices, labels),
         "metric": [metrics[run.summary.task] for run in firsts],

@@ -518,6 +518,32 @@ def test_run_and_compare_a_suite_for_real(local, tmp_path):
     assert [(one["published"], one["steps"]) for one in message.json] == [(0.95, 2), (0.90, 2)]
 
 
+def test_of_several_baselines_the_one_with_equal_settings_is_taken(tmp_path):
+    """Where a baseline may have another batch, the one with the same batch comes first."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "{title: mine, source: ours, place: here, differs: it is short, varies: [batch], config: "
+        "{task: digits, steps: 20, workers: 2, lr: 0.1}, entries: [{config: {compressor: "
+        "[none, topk], batch: [32, 64], seed: [0, 1]}}]}"
+    )
+    accuracies = {("none", 32): 0.9, ("topk", 32): 0.8, ("none", 64): 0.6, ("topk", 64): 0.7}
+    suite = suites.load(str(path))
+    runs = [
+        summary_of(
+            point.config,
+            test_accuracy=accuracies[point.config.compressor, point.config.batch],
+            test_loss=1.0,
+        )
+        for point in suite.points()
+    ]
+    file = rows_of(tmp_path / "rows.json", *runs)
+    shown = invoke("compare", file, "--suite", path, "--json").json
+    differences = {
+        row["batch"]: row["difference"] for row in shown if row["compressor_name"] == "topk"
+    }
+    assert differences == {32: pytest.approx(-0.1), 64: pytest.approx(0.1)}
+
+
 def test_list_suites():
     rows = {one["name"]: one for one in invoke("list", "suites", "--json").json}
     assert list(rows) == suites.names()
