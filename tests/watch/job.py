@@ -17,6 +17,7 @@ import torch._dynamo  # optimizers import it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 kind = sys.argv[1]
@@ -59,6 +60,8 @@ if kind == "two hooks":
     beside = DistributedDataParallel(nn.Linear(64, 64))
     hooks = [comm_hook("int8").register(each) for each in (ddp, beside)]
 optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+if kind == "zero":  # each rank has an optimizer of its part of the parameters
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
 if kind in ("local", "local differ"):
     from gcbench.integrations.local import local_steps
 

@@ -122,6 +122,13 @@ def test_ranks_may_differ_within_a_round_of_local_steps(python):
     assert "parameters after step 7: ranks [1]" in fault
 
 
+def test_an_optimizer_that_splits_its_work_between_ranks(python):
+    """Parameters are compared after its step, not after that of the optimizer inside it."""
+    done, rows = watched("zero", launcher=python)
+    assert done.code == 0, document(done)["answer"]
+    assert rows["broadcast", "float32"]["sent"] == 4 * PARAMETERS / 2
+
+
 def test_a_hook_on_a_model_that_does_not_train(python):
     done, rows = watched("rewrapped", launcher=python)
     assert done.code == 1

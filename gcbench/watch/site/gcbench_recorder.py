@@ -150,7 +150,7 @@ class Recorder:
 
     def __init__(self, folder: str) -> None:
         import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim import optimizer as optimizers
 
         self.torch, self.folder = torch, folder
         self.every = int(os.environ["GCBENCH_WATCH_EVERY"])
@@ -173,7 +173,8 @@ class Recorder:
             if hasattr(torch.ops.c10d, operator):
                 for key in ("AutogradCPU", "AutogradCUDA"):
                     self._library.impl(operator, self._kernel(operator, key), key)
-        register_optimizer_step_post_hook(self._stepped)
+        optimizers.register_optimizer_step_pre_hook(self._begins)
+        optimizers.register_optimizer_step_post_hook(self._stepped)
         atexit.register(self.write)
 
     def _kernel(self, operator: str, key: str) -> Callable[..., Any]:
@@ -229,10 +230,12 @@ class Recorder:
             groups[key] = next(self.numbers)
         return f"in group {groups[key]}"
 
+    def _begins(self, optimizer: Any, *_: Any) -> None:
+        """Follow the first optimizer that steps, which may contain one for this rank's part."""
+        self.optimizer = self.optimizer or weakref.ref(optimizer)
+
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         """Note the end of an optimizer step of the first optimizer."""
-        if self.optimizer is None:
-            self.optimizer = weakref.ref(optimizer)
         if self.optimizer() is not optimizer:
             return
         self.steps += 1
