@@ -169,6 +169,12 @@ def local_steps(
             "and step only the optimizer that it wraps, and pass that one"
         )
     optimizer = plain(optimizer)
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
+        raise UsageError(
+            "ZeroRedundancyOptimizer sends the parameters that a rank updates to all others at "
+            "each step, so no step is local. Pass a plain "
+            f"{type(optimizer.optim).__name__}(model.parameters(), ...)"  # type: ignore[attr-defined]
+        )
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
             "DistributedDataParallel averages gradients at every step. Pass the plain module"

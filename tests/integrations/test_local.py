@@ -178,3 +178,16 @@ def test_an_optimizer_that_averages_parameters_is_refused():
     optimizer.averager = None
     with pytest.raises(UsageError, match="averages the parameters itself"):
         gcbench.local_steps(model, optimizer, "int8", every=2)
+
+
+def test_an_optimizer_that_sends_parameters_at_each_step_is_refused():
+    """Each rank would train only a part of the parameters, and none of its steps were local."""
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+
+    class ZeroRedundancyOptimizer(torch.optim.SGD):  # torch's needs a process group
+        optim = inner
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=r"no step is local.*SGD"):
+        gcbench.local_steps(model, optimizer, "int8", every=2)
