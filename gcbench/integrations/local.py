@@ -212,7 +212,11 @@ class LocalSteps(Hook):
         self._overwritten = False
         """Whether a state that the model loaded had other parameters."""
         group = dist.group.WORLD
-        assert group is not None
+        if group is None:
+            raise UsageError(
+                "gcbench.local_steps needs a process group: call "
+                'torch.distributed.init_process_group("gloo") first, or "nccl" on GPUs'
+            )
         self._size = group.size()
         if state is not None:
             self._keep(state)

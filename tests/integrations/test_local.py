@@ -191,3 +191,10 @@ def test_an_optimizer_that_sends_parameters_at_each_step_is_refused():
     optimizer = ZeroRedundancyOptimizer(model.parameters(), 0.1)
     with pytest.raises(UsageError, match=r"no step is local.*SGD"):
         gcbench.local_steps(model, optimizer, "int8", every=2)
+
+
+def test_a_process_without_a_group_is_told_to_create_one():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match="init_process_group"):
+        gcbench.local_steps(model, optimizer, "int8", every=2)
