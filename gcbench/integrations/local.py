@@ -163,6 +163,11 @@ def local_steps(
     """
     settings = Settings.of_call(locals())
     settings.check()
+    if isinstance(optimizer, list | tuple):
+        raise UsageError(
+            "optimizer is a list, and local_steps counts the steps of one optimizer. Pass the one "
+            "that steps last"
+        )
     if hasattr(optimizer, "averager"):
         raise UsageError(
             f"{type(optimizer).__name__} averages the parameters itself, in full precision. Create "

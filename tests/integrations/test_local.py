@@ -198,3 +198,10 @@ def test_a_process_without_a_group_is_told_to_create_one():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(UsageError, match="init_process_group"):
         gcbench.local_steps(model, optimizer, "int8", every=2)
+
+
+def test_one_of_several_optimizers_is_requested():
+    model = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([each], 0.1) for each in model.parameters()]
+    with pytest.raises(UsageError, match="the one that steps last"):
+        gcbench.local_steps(model, optimizers, "int8", every=2)
