@@ -12,6 +12,7 @@ gcbench itself sends only JSON and tensors over these connections, and never unp
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -19,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,14 +31,23 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
-from gcbench.core.world import DistributedWorld, Link, SimulatedWorld, World
+from gcbench.core.errors import DivergedError, GcbenchError, PeerLostError, UsageError
+from gcbench.core.world import (
+    ROLL_CALL_SECONDS,
+    DistributedWorld,
+    Link,
+    SimulatedWorld,
+    World,
+)
 from gcbench.training import captures, configuration, launch, preflight, rank
 from gcbench.training.configuration import Config
 from gcbench.training.ddp_trainer import DdpTrainer
 from gcbench.training.rank import Rank
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
+
+DIVERGED = "gcbench/diverged"
+"""Key of torchrun's store with the error of a worker whose gradient is not finite."""
 
 
 @contextmanager
@@ -97,6 +107,8 @@ def _fit(config: Config, world: World, run: Run, options: Options, *, managed: b
             kind = DdpTrainer if config.engine == "ddp" else Trainer
             trainer = kind(config, world, run, options)
             summary = trainer.fit(stop)
+    except GcbenchError as error:
+        raise _cause(world, error) from error.__cause__
     finally:
         world.close()
     if not trainer.leads:
@@ -104,6 +116,23 @@ def _fit(config: Config, world: World, run: Run, options: Options, *, managed: b
     finished = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     summary["provenance"] = {**run.read_provenance(), "finished": finished}
     run.finish(summary)
+
+
+def _cause(world: World, error: GcbenchError) -> GcbenchError:
+    """Return the error that ended a run: that of another worker, if it diverged there.
+
+    Worker 0 records a run as diverged. Under torchrun it reads the error in the store; otherwise
+    the launcher compares the workers' reports.
+    """
+    if not isinstance(world, DistributedWorld) or world.watched:
+        return error
+    with suppress(RuntimeError):  # no worker diverged, or the store is gone
+        if isinstance(error, DivergedError):
+            world.store.set(DIVERGED, json.dumps([str(error), error.step]))
+        elif isinstance(error, PeerLostError):
+            world.store.wait([DIVERGED], timedelta(seconds=ROLL_CALL_SECONDS))
+            return DivergedError(*json.loads(world.store.get(DIVERGED)))
+    return error
 
 
 def simulate(config: Config, run: Run, options: Options) -> None:

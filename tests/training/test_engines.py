@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import crew
@@ -15,13 +16,15 @@ import pytest
 import torch
 from commands import PATIENCE, ROOT, end, invoke, members, start, wait_for
 from torch import nn
+from torch.distributed import HashStore
 
 from gcbench.core import registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Segments
-from gcbench.core.errors import GcbenchError, Interrupted, UsageError
+from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, PeerLostError, UsageError
 from gcbench.core.exchange import Exchange, Lane
-from gcbench.core.world import Link, SimulatedWorld
+from gcbench.core.world import DistributedWorld, Link, SimulatedWorld
+from gcbench.integrations import hook_world
 from gcbench.training import engines, launch
 from gcbench.training.configuration import Config
 from gcbench.training.runner import Runner
@@ -470,6 +473,37 @@ def test_a_non_finite_gradient_names_layer_worker_and_step(tmp_path):
     with pytest.raises(GcbenchError, match=r"layer 3\.bias of worker 2 at step 4"):
         fit(created, tmp_path, on_bucket=last_layer)
     assert len(Run(tmp_path / created.run_name).records()) == 4
+
+
+def test_a_divergence_ends_every_worker_of_torchruns_job_as_one(tmp_path, monkeypatch):
+    """Worker 0, which loses its peer, records the run as diverged; other losses stay what they are.
+
+    Of local workers the launcher does so.
+    """
+    created, limit = config(), timedelta(seconds=1)
+    monkeypatch.setattr(engines, "ROLL_CALL_SECONDS", 0.01)
+
+    def ended_by(error, rank, store, *, watched=False) -> GcbenchError:
+        def failing(*_):
+            raise error
+
+        monkeypatch.setattr(engines, "Trainer", failing)
+        place = hook_world._Pending(rank, 2)
+        world = DistributedWorld(torch.device("cpu"), store, limit, watched=watched, group=place)
+        with pytest.raises(GcbenchError) as raised:
+            engines._fit(created, world, Run(tmp_path), Options(), managed=True)
+        return raised.value
+
+    lost, diverged = PeerLostError("a collective failed"), DivergedError("in worker 1", 4)
+    store = HashStore()
+    assert ended_by(lost, 0, store) is lost
+    assert ended_by(diverged, 1, store) is diverged
+    there = ended_by(lost, 0, store)
+    assert isinstance(there, DivergedError)
+    assert (str(there), there.step) == ("in worker 1", 4)
+    assert ended_by(lost, 0, store, watched=True) is lost
+    usage = UsageError("another fault")
+    assert ended_by(usage, 0, store) is usage
 
 
 def test_all_workers_skip_a_step_together(tmp_path):
