@@ -259,13 +259,31 @@ def torchrun(config: Config, run: Run, options: Options) -> None:
     _be_worker(member, config, run, options)
 
 
+def refuse(config: Config, error: GcbenchError) -> None:
+    """Tell the other workers of torchrun's job why worker 0 does not start a run; else do nothing.
+
+    They wait for worker 0, and would take its next run for this one.
+    """
+    member = rank.from_torchrun()
+    if member is not None and member.size == config.workers:
+        with suppress(PeerLostError):
+            world = join(member, config.device, 1)
+            try:
+                world.collect([str(error)])
+            finally:
+                world.close()
+
+
 def _be_worker(member: Rank, config: Config, run: Run, options: Options) -> None:
     threads = options.threads or configuration.threads_per_worker(config)
     world = join(member, config.device, threads)
     # Use worker 0's number of threads: it reads that of a resumed run, and the default depends on
     # the machine's cores.
     try:
-        torch.set_num_threads(world.collect([threads])[0])
+        first = world.collect([threads])[0]
+        if isinstance(first, str):
+            raise GcbenchError(first)  # noqa: TRY301 - the group is closed below
+        torch.set_num_threads(first)
         preflight.check(world, preflight.facts(config))
     except GcbenchError:
         world.close()

@@ -6,6 +6,7 @@ import json as jsonlib
 import shlex
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,30 +263,15 @@ class Runner:
         if not leads:
             self._engine(config, run)
             return {}
-        threads = None
-        self._require_clean(None)
-        run.create()
-        with run.locked():
-            resumed = not self.force and run.can_resume(config.model_dump(mode="json"))
-            if resumed:
-                provenance = run.read_provenance()
-                self._require_clean(provenance)
-                resume.check_objects(config, {"provenance": provenance}, run.folder)
-                threads = resume.threads_to_resume(config, provenance, run.folder)
-                original = ""
-                if threads != configuration.threads_per_worker(config):
-                    original = f" with {threads} thread(s) per worker, as in the original run"
-                source = resume.other_source(config, {"provenance": provenance})
-                _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
-            else:
-                run.start(config.model_dump(mode="json"), configuration.provenance(config))
-                carried = "" if config.memory == "none" else f", memory {config.memory}"
-                _say(
-                    f"{place} {config.run_name}: {config.make_compressor()!r}, "
-                    f"{config.workers} workers, {config.engine}, {config.collective}{carried}, "
-                    f"{config.steps} steps of batch {config.batch}; "
-                    f"backend {configuration.serving(config)}"
-                )
+        with ExitStack() as lock:
+            try:
+                self._require_clean(None)
+                run.create()
+                lock.enter_context(run.locked())
+                threads = self._prepare(config, run, place)
+            except GcbenchError as error:
+                engines.refuse(config, error)
+                raise
             try:
                 self._engine(config, run, threads)
             except DivergedError as error:
@@ -300,6 +286,29 @@ class Runner:
             raise GcbenchError(f"{run.folder} has no summary after its run")
         self._add_row(run, summary)
         return summary
+
+    def _prepare(self, config: Config, run: Run, place: str) -> int | None:
+        """Prepare the folder of a run; return the threads per worker if it resumes, else None."""
+        if self.force or not run.can_resume(config.model_dump(mode="json")):
+            run.start(config.model_dump(mode="json"), configuration.provenance(config))
+            carried = "" if config.memory == "none" else f", memory {config.memory}"
+            _say(
+                f"{place} {config.run_name}: {config.make_compressor()!r}, "
+                f"{config.workers} workers, {config.engine}, {config.collective}{carried}, "
+                f"{config.steps} steps of batch {config.batch}; "
+                f"backend {configuration.serving(config)}"
+            )
+            return None
+        provenance = run.read_provenance()
+        self._require_clean(provenance)
+        resume.check_objects(config, {"provenance": provenance}, run.folder)
+        threads = resume.threads_to_resume(config, provenance, run.folder)
+        original = ""
+        if threads != configuration.threads_per_worker(config):
+            original = f" with {threads} thread(s) per worker, as in the original run"
+        source = resume.other_source(config, {"provenance": provenance})
+        _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
+        return threads
 
     def _require_clean(self, started: Mapping[str, Any] | None) -> None:
         """Check the file that the row will be added to, see `configuration.require_clean`."""

@@ -25,8 +25,9 @@ from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, PeerLo
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld
 from gcbench.integrations import hook_world
-from gcbench.training import engines, launch
+from gcbench.training import engines, launch, rank
 from gcbench.training.configuration import Config
+from gcbench.training.rank import Rank
 from gcbench.training.runner import Runner
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
@@ -231,6 +232,36 @@ def test_torchrun_gives_the_workers_that_a_file_of_settings_leaves_out(
     path = tmp_path / "settings.yaml"
     path.write_text(f"task: quadratic\nbatch: 48\n{line}\n")
     assert f"[{workers}] workers" in invoke("run", "--config", path).err
+
+
+def test_all_workers_of_torchruns_job_leave_out_a_run_that_worker_0_cannot_start(
+    monkeypatch, tmp_path
+):
+    """Otherwise they would wait for it, and meet it at its next run with other settings."""
+    member = Rank(0, 2, 0, 2)
+    monkeypatch.setattr(rank, "from_torchrun", lambda: member)
+    sent: list = []
+    closed: list = []
+
+    class Meeting:
+        def collect(self, values):
+            sent.extend(values)
+            return sent
+
+        def close(self):
+            closed.append(True)
+
+    monkeypatch.setattr(engines, "join", lambda *_: Meeting())
+    refused, runner = config(engine="torchrun"), Runner(tmp_path, None, 60, "none", force=False)
+    run, message = Run(tmp_path / refused.run_name), "another gcbench process"
+    run.create()
+    with run.locked(), pytest.raises(GcbenchError, match=message) as raised:
+        runner.one(refused, "[1/2]", leads=True)
+    assert (sent, closed) == ([str(raised.value)], [True])
+    member = Rank(1, 2, 1, 2)
+    with pytest.raises(GcbenchError, match=message):
+        runner.one(refused, "[1/2]", leads=False)
+    assert closed == [True, True]
 
 
 def test_torchrun_cannot_be_asked_for():
