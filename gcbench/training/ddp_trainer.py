@@ -186,6 +186,8 @@ class DdpTrainer(Trainer):
         return [state]
 
     def _restore(self, state: Mapping[str, Any]) -> None:
+        if self.config.hook == "torch" and self.config.compressor == "powersgd":
+            raise ValueError("it lacks the residuals of torch's PowerSGD hook")
         super()._restore(state)
         worker = state["workers"][self.world.ranks[0]]
         self._hook_state, self.exposed = worker["hook"], list(worker["exposed"])

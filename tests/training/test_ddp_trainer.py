@@ -6,7 +6,7 @@ import crew
 import pytest
 import torch
 
-from gcbench.core.errors import DivergedError, UsageError
+from gcbench.core.errors import DivergedError, GcbenchError, UsageError
 from gcbench.training import captures, configuration, engines, launch
 from gcbench.training.configuration import Config
 from gcbench.training.ddp_trainer import DdpTrainer, _Counting, overlap
@@ -159,6 +159,18 @@ def test_bytes_of_a_hook_that_calls_something_else_are_not_guessed(simulated):
 
 
 ON_CUDA = {"compressor": "powersgd", "hook": "torch", "device": "cuda"}
+
+
+def test_a_run_with_torchs_powersgd_is_not_resumed_without_its_residuals(tmp_path, simulated):
+    settings, run = {**SHORT, **ON_CUDA, "task": "quadratic"}, Run(tmp_path)
+    config = Config.make(settings)
+    DdpTrainer(config, simulated(1), run, Options()).save()
+    with pytest.raises(GcbenchError, match="--force"):
+        DdpTrainer(config, simulated(1), run, Options())._resume()
+    plain = Config.make({**settings, "compressor": "none"})
+    DdpTrainer(plain, simulated(1), run, Options())._resume()
+
+
 REFUSED = {
     "one worker": ({"workers": 1}, "--workers 2"),
     "skip": ({"on_nonfinite": "skip"}, "on_nonfinite=stop"),
