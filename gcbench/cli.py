@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import signal
 import sys
@@ -227,8 +226,6 @@ def main(interrupts: Any = None, run: Callable[[], None] = app) -> None:
 
     # torch's import makes many objects and no garbage: a short run took 2.4 s, and takes 2.1 s.
     gc.set_threshold(10_000)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is "?"
-        sys.stdout.reconfigure(errors="replace")
     if rank.by_torchrun():  # before torch is imported, which takes seconds
         fork_server.die_with_parent(os.getppid())
     try:

@@ -21,8 +21,10 @@ def stream() -> TextIO:
 
 
 def emit(text: str, end: str = "\n") -> None:
-    """Print a part of a command's result."""
-    print(text, end=end, file=stream())
+    """Print a part of a command's result, with "?" for what the encoding of stdout lacks."""
+    out = stream()
+    encoding = out.encoding or "utf-8"  # of io.StringIO: None
+    print(text.encode(encoding, "replace").decode(encoding), end=end, file=out)
 
 
 @contextmanager
