@@ -1698,12 +1698,12 @@ def lives(rank: int, size: int) -> dict[str, Any]:
     hook = comm_hook("none").register(ddp)
     ddp(x).sum().backward()
     begun = set(threading.enumerate()).difference(before)
-    own = [thread for thread in begun if "comm_hook" in thread.name]
+    started = [thread for thread in begun if "comm_hook" in thread.name]
     del ddp, hook
     gc.collect()
-    for thread in own:
+    for thread in started:
         thread.join(PROMPT)
-    result["threads"] = [len(own), sum(thread.is_alive() for thread in own)]
+    result["threads"] = [len(started), sum(thread.is_alive() for thread in started)]
 
     import torch._dynamo
 
