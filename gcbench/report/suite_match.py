@@ -123,7 +123,7 @@ class Beside:
                 words.append(flag if wanted == ["True"] else flag.replace("--", "--no-", 1))
             else:
                 words += [flag, ",".join(filter(wanted.__contains__, every_value))]
-        runs = [run for run in self.runs if run.suite.partition("/")[0] in ("", self.suite.name)]
+        runs = [run for run in self.runs if _label(run) in ("", self.suite.name)]
         steps = {run.summary.steps for run in runs}
         usual = all(self.points[r.method].config.steps == r.summary.steps for r in runs)
         if len(steps) == 1 and not usual:
@@ -149,12 +149,14 @@ def _described(points: Sequence[Point]) -> Iterator[str]:
 
 
 def beside(suite: Suite, runs: Sequence[Run]) -> Beside:
-    """Return the runs that are entries of the suite, whatever their budget.
+    """Return the runs that are entries of the suite, whatever the number of their steps.
+
+    Runs of other suites are entries with the steps of this one, or of a suite that it shares.
 
     Raises:
         UsageError: none of them is.
     """
-    runs = once(runs)
+    runs = _candidates(suite, runs)
     points = {point.identity: point for point in suite.points()}
     tried: dict[str, dict[Trial, float]] = {identity: {} for identity in points}
     alike_of = _entries(suite, points.values(), runs)
@@ -205,7 +207,7 @@ def with_trials(suite: Suite, runs: Sequence[Run]) -> list[Run]:
     Raises:
         UsageError: none of them is.
     """
-    runs = once(runs)
+    runs = _candidates(suite, runs)
     alike_of = _entries(suite, suite.points(), runs)
     members = [
         run
@@ -215,6 +217,22 @@ def with_trials(suite: Suite, runs: Sequence[Run]) -> list[Run]:
     if not members:
         raise _none_of(suite, runs)
     return members
+
+
+def _candidates(suite: Suite, runs: Sequence[Run]) -> list[Run]:
+    """Return each run once, without those of other suites that have other steps."""
+    labels = ("", suite.name, *suite.shares)
+    lengths = {point.config.steps for point in suite.points()}
+    lengths |= {run.summary.steps for run in runs if _label(run) == suite.name}
+    return [
+        run
+        for run in once(runs)
+        if run.is_trial or _label(run) in labels or run.summary.steps in lengths
+    ]
+
+
+def _label(run: Run) -> str:
+    return run.suite.partition("/")[0]
 
 
 def _none_of(suite: Suite, runs: Sequence[Run]) -> UsageError:

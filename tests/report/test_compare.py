@@ -1245,6 +1245,15 @@ def test_a_memory_that_is_not_installed_is_of_no_suite(tmp_path: Path) -> None:
     assert invoke("compare", tmp_path / "b.parquet", *words).json == without
 
 
+def test_longer_runs_of_another_suite_are_no_rows_of_this_one() -> None:
+    """The other suite, which shares runs with this one, has the rows of both."""
+    main, longer = (ROOT / f"results/reference/{name}.parquet" for name in ("main", "converged"))
+    without = invoke("compare", main, "--suite", "main", "--json").json
+    assert invoke("compare", main, longer, "--suite", "main", "--json").json == without
+    both = invoke("compare", main, longer, "--suite", "converged", "--json").json
+    assert {row["steps"] for row in both} == {2000, 21060}
+
+
 def test_trials_of_a_suite_are_those_of_its_entries(tmp_path: Path) -> None:
     """Runs of other suites and tasks, and trials by another rule, are left out."""
     every = stored.read(ROOT / "results/reference/main.parquet")
