@@ -60,8 +60,8 @@ DataDir = Annotated[
 ]
 
 
-def _alone(context: typer.Context, value: bool | Format) -> bool | Format:
-    """Return --json or --format as given, or refuse both together unless they agree."""
+def _one_format(context: typer.Context, value: bool | Format) -> bool | Format:
+    """Return the value of --json or --format; refuse both where they disagree."""
     both = {**context.params, "json" if isinstance(value, bool) else "format_": value}
     format_ = both.get("format_", Format.table)
     if both.get("json") and format_ not in (Format.table, Format.json):
@@ -71,14 +71,14 @@ def _alone(context: typer.Context, value: bool | Format) -> bool | Format:
 
 Json = Annotated[
     bool,
-    typer.Option("--json", callback=_alone, help="Print one JSON document on stdout."),
+    typer.Option("--json", callback=_one_format, help="Print one JSON document on stdout."),
 ]
 Formatted = Annotated[
     Format,
     typer.Option(
         "--format",
         metavar="FORMAT",
-        callback=_alone,
+        callback=_one_format,
         help="table, markdown, csv, json or latex.",
     ),
 ]

@@ -236,7 +236,7 @@ def _published_notes(rows: Sequence[ComparisonRow]) -> list[str]:
     if any(row.as_published is not None for row in rows):
         sentences.append(
             "as published: the result with the settings of the method's source at their best rate, "
-            "where trials chose other settings; same: they chose these; -: there is no such run."
+            "where trials chose other settings; same: they chose these; -: not run."
         )
     return [
         *sentences,
