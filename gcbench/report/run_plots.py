@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MANY = 8
-"""With more rows than this the legend of a panel is numbered, best first, and a point without room
-for its name shows the number."""
+LONG = 26
+"""With more rows than `MANY`, or a name of more characters than `LONG`, the legend of a panel is
+numbered, best first, and a point without room for its name shows the number."""
 MOST_SEEDS = 100
 """Runs per row whose evaluations are read for its curve."""
 LEAST_POINTS = 1.0
@@ -41,6 +42,11 @@ def _label(row: ComparisonRow) -> str:
 
 def _shown(row: ComparisonRow) -> str:
     return f"{_label(row)} ({len(row.failed)} failed)" if row.failed else _label(row)
+
+
+def _numbered(panel: Sequence[ComparisonRow]) -> bool:
+    """Return whether the legend of a panel is numbered."""
+    return len(panel) > MANY or any(len(_shown(row)) > LONG for row in panel)
 
 
 def curve(run: Run, column: str) -> dict[int, float]:
@@ -80,6 +86,7 @@ def _quality(
     if band:
         axes.axhspan(percent * band[0], percent * band[1], color="0.5", alpha=0.2, lw=0)
     marks = []
+    numbered = _numbered(panel)
     fronts: dict[str, list[tuple[float, float]]] = {}
     for number, row in enumerate(panel, 1):
         if row.mean is None:
@@ -87,7 +94,7 @@ def _quality(
         size, mean, spread = row.payload, percent * row.mean, percent * (row.sd or 0.0)
         look = {**styles[_label(row)], "linestyle": "", "ms": 9, "mec": "white", "mew": 0.7}
         axes.errorbar(size, mean, spread, capsize=4, elinewidth=1.5, **look)
-        short = str(number) if len(panel) > MANY else ""
+        short = str(number) if numbered else ""
         marks.append(Mark(size, mean, spread, _shown(row), look["color"], short))
         if row.runs[0].method in on_front:
             fronts.setdefault(canonical(row.context), []).append((size, mean))
@@ -112,7 +119,7 @@ def _quality(
         legend += "\ndashed: nothing is better with fewer bytes"
     if failed := [sanitize.label(_label(row)) for row in panel if row.mean is None]:
         legend += "\n" + textwrap.fill(f"failed: {tables.listed(failed, 10)}", 60)
-    fold = "\n" if len(panel) > MANY else " "  # the legend is wide, and this panel narrow
+    fold = "\n" if numbered else " "  # the legend is wide, and this panel narrow
     axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){legend}")
     axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
     return marks
@@ -124,11 +131,12 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
     A line stops where a seed diverged: the mean of the survivors would flatter the method.
     """
     accuracy = panel[0].metric == "accuracy"
+    numbered = _numbered(panel)
     drawn: list[float] = []
     late: list[float] = []
     bare = []
     for number, row in enumerate(panel, 1):
-        name = f"{number}  {_shown(row)}" if len(panel) > MANY else _shown(row)
+        name = f"{number}  {_shown(row)}" if numbered else _shown(row)
         runs = row.runs[:MOST_SEEDS]
         read = [curve(run, "accuracy" if accuracy else "loss") for run in runs]
         curves = [points for points in read if points]
@@ -157,8 +165,9 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
         axes.set_yscale("log")
     elif accuracy and late:  # the first third would squeeze the differences at the end
         axes.set_ylim(bottom=min(late) - 0.05 * (max(drawn) - min(late)))
+    splits = " or ".join(sorted({run.judged_by for row in panel for run in row.runs}))
     axes.set_xlabel("step")
-    axes.set_ylabel("test accuracy (%)" if accuracy else "test loss")
+    axes.set_ylabel(f"{splits} accuracy (%)" if accuracy else f"{splits} loss")
     for line in bare if drawn else ():
         line.set_label(f"{line.get_label()} (no curve)")
     if not drawn:  # rows of a file have no metrics
@@ -202,8 +211,9 @@ def draw(
 
     One row of panels for each task with its options, and number of workers. Left: final test
     accuracy (test loss where the task has none), mean ± sd over seeds, against payload bytes; grey
-    is the band of the uncompressed seeds. Right: the same metric over the steps, mean and range of
-    the seeds. A single seed has neither sd nor range. A panel has the rows of `tables.drawn`.
+    is the band of the uncompressed seeds. Right: the same metric over the steps, on the split that
+    judged the runs on their way, mean and range of the seeds. A single seed has neither sd nor
+    range. A panel has the rows of `tables.drawn`.
     `names`: the user's names for rows. `on_front`: the configurations, by `Run.method`, that are on
     the front of all rows, where `runs` are a part of them; None: the front of `runs`.
 
@@ -223,13 +233,12 @@ def draw(
         on_front = {row.runs[0].method for panel in every for row in panel if row.on_front}
     panels = [tables.drawn(panel) for panel in every]
     panels = [
-        sorted(panel, key=lambda row: row.behind) if len(panel) > MANY else panel
-        for panel in panels
+        sorted(panel, key=lambda row: row.behind) if _numbered(panel) else panel for panel in panels
     ]
     configs = [panel[0].runs[0].config for panel in panels]
     styles = figures.styles(_label(row) for panel in panels for row in panel)
     height = sum(max(5.2, 0.3 * len(panel) + 0.8) for panel in panels)
-    width = 17 if any(len(panel) > MANY for panel in panels) else 14
+    width = 17 if any(map(_numbered, panels)) else 14
     with figures.canvas(width, height) as figure:
         labels: list[tuple[Axes, list[Mark]]] = []
         grid = figure.subplots(len(panels), 2, squeeze=False)

@@ -13,6 +13,7 @@ from commands import invoke
 from gcbench.report import figures, run_plots
 from gcbench.results.reader import Run, load
 
+REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 FEW = [*BASE, summary("terngrad", 0, 0.9)]
 MANY = [*BASE, *(summary(f"method{i}", 0, 0.8 + i / 100) for i in range(run_plots.MANY + 1))]
 
@@ -74,6 +75,29 @@ def test_one_row_of_panels_with_curves_keeps_the_halves(panels, tmp_path: Path) 
     left, right, legend = panels(both)
     assert right[1] - right[0] == pytest.approx(left[1] - left[0], abs=1e-6)
     assert legend[0] > right[1]
+
+
+def test_long_names_stay_within_their_panel(drawn, tmp_path: Path) -> None:
+    """Numbers replace them, which the legend explains; the titles do not overlap."""
+    names = [f"a_method_whose_name_takes_much_room_and_number_{i}" for i in range(4)]
+    rows = [summary(name, 0, 0.8 + i / 100) for i, name in enumerate(names)]
+    figure = drawn(load([write(tmp_path / "runs", *BASE, *rows)]))
+    left, right = figure.axes
+    frame = left.get_window_extent()
+    boxes = [text.get_window_extent() for text in left.texts]
+    assert all(frame.x0 <= box.x0 and box.x1 <= frame.x1 for box in boxes)
+    legend = " ".join(text.get_text() for text in right.get_legend().get_texts())
+    assert {text.get_text() for text in left.texts} <= set(legend.split())
+    titles = [axes._left_title.get_window_extent() for axes in (left, right)]
+    assert titles[0].x1 < titles[1].x0
+
+
+def test_curves_name_the_split_that_judged_the_runs(drawn, tmp_path: Path) -> None:
+    """Points are of the test split; with held-out examples the curves are of these."""
+    left, right = drawn(load([REFERENCE / "converged.parquet"])).axes
+    assert left.get_ylabel() == "test accuracy (%)"
+    assert right.get_ylabel() == "validation accuracy (%)"
+    assert drawn(load([write(tmp_path / "a", *BASE)])).axes[1].get_ylabel() == "test accuracy (%)"
 
 
 def test_rows_without_a_finished_seed_are_named_below_the_axis(drawn, tmp_path: Path) -> None:
