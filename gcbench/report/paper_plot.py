@@ -69,7 +69,7 @@ def draw(rows: Sequence[ComparisonRow], path: Path, width: str) -> None:
         if len(drawn) < len(candidates):
             failures += f"\nthe best {len(drawn)} of {len(candidates):,} rows"
         axes.set_xlabel(f"payload per worker and step, up + down (MB){failures}")
-        axes.set_ylabel("test accuracy (%)" if scale == 100 else "test loss")
+        axes.set_ylabel(f"{tables.split(drawn)} {'accuracy (%)' if scale == 100 else 'loss'}")
         _labelled(figure, axes, marks)
         figures.save(figure, path)
 

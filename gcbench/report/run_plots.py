@@ -121,7 +121,7 @@ def _quality(
         legend += "\n" + textwrap.fill(f"failed: {tables.listed(failed, 10)}", 60)
     fold = "\n" if numbered else " "  # the legend is wide, and this panel narrow
     axes.set_xlabel(f"payload per worker and step,{fold}up + down (MB){legend}")
-    axes.set_ylabel("test accuracy (%)" if percent == 100 else "test loss")
+    axes.set_ylabel(f"{tables.split(panel)} {'accuracy (%)' if percent == 100 else 'loss'}")
     return marks
 
 
@@ -209,11 +209,11 @@ def draw(
 ) -> None:
     """Write a picture of `runs` to `path`: PNG, SVG or PDF by its ending.
 
-    One row of panels for each task with its options, and number of workers. Left: final test
-    accuracy (test loss where the task has none), mean ± sd over seeds, against payload bytes; grey
-    is the band of the uncompressed seeds. Right: the same metric over the steps, on the split that
-    judged the runs on their way, mean and range of the seeds. A single seed has neither sd nor
-    range. A panel has the rows of `tables.drawn`.
+    One row of panels for each task with its options, and number of workers. Left: final accuracy
+    (loss where the task has none) on the test split, of trials on the validation split, mean ± sd
+    over seeds, against payload bytes; grey is the band of the uncompressed seeds. Right: the same
+    metric over the steps, on the split that judged the runs on their way, mean and range of the
+    seeds. A single seed has neither sd nor range. A panel has the rows of `tables.drawn`.
     `names`: the user's names for rows. `on_front`: the configurations, by `Run.method`, that are on
     the front of all rows, where `runs` are a part of them; None: the front of `runs`.
 

@@ -34,7 +34,8 @@ FRONT = (
 )
 """The definition of the front, in footnotes and in the report."""
 PAYLOAD = "payload\nMB/step"
-METRICS = ("accuracy %", "test loss", "accuracy %\nor loss")
+LOSSES = {"test": "test loss", "validation": "validation loss", "test or validation": "loss"}
+METRICS = ("accuracy %", *LOSSES.values(), "accuracy %\nor loss")
 ALWAYS = (*METRICS, "vs none", PAYLOAD)
 """Columns that a table always has, even where all rows are equal."""
 
@@ -266,10 +267,19 @@ def _times(rows: Sequence[ComparisonRow]) -> list[Column]:
     return [*columns, Column("step\nms", steps, "low")]
 
 
+def split(rows: Sequence[ComparisonRow]) -> str:
+    """Return the examples that gave the results: trials have those of the validation split."""
+    return " or ".join(
+        sorted({"validation" if run.is_trial else "test" for row in rows for run in row.runs})
+    )
+
+
 def _columns(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
     """Return the groups of columns: names, quality, traffic and times."""
     metrics = {row.metric for row in rows}
-    heading = METRICS[2 if len(metrics) > 1 else rows[0].metric == "test_loss"]
+    heading = METRICS[-1] if len(metrics) > 1 else METRICS[0]
+    if metrics == {"test_loss"}:
+        heading = LOSSES[split(rows)]
     better = "" if len(metrics) > 1 else "high" if rows[0].metric == "accuracy" else "low"
     counts = [
         str(len(row.values)) + (f" ({len(row.failed)} failed)" if row.failed else "")
@@ -489,7 +499,7 @@ def _caption(rows: Sequence[ComparisonRow], shared: str) -> str:
     first = rows[0].first
     tasks = " and ".join(dict.fromkeys(row.first.task for row in rows))
     counts = [len(row.values) for row in rows]
-    what = "test accuracy (%)" if rows[0].metric == "accuracy" else "test loss"
+    what = f"{split(rows)} {'accuracy (%)' if rows[0].metric == 'accuracy' else 'loss'}"
     sizes = {(row.first.workers, row.first.steps, row.first.batch) for row in rows}
     same = []
     if len(sizes) == 1:

@@ -1254,6 +1254,21 @@ def test_longer_runs_of_another_suite_are_no_rows_of_this_one() -> None:
     assert {row["steps"] for row in both} == {2000, 21060}
 
 
+def test_results_of_trials_are_not_called_those_of_the_test_split() -> None:
+    """Trials have a validation loss; both kinds together are headed by the metric alone."""
+    rows = ROOT / "results/reference/nanogpt.parquet"
+    asked = ("compare", rows, "--suite", "nanogpt", "--where", "compressor=none")
+    expected = {
+        (): "test loss",
+        ("--trials",): "loss",
+        ("--trials", "--where", "test=false"): "validation loss",
+    }
+    for flags, name in expected.items():
+        assert f"| {name} |" in invoke(*asked, *flags, "--format", "markdown").out
+    caption = invoke(*asked, "--trials", "--where", "test=false", "--format", "latex").out
+    assert ": validation loss, " in caption
+
+
 def test_trials_of_a_suite_are_those_of_its_entries(tmp_path: Path) -> None:
     """Runs of other suites and tasks, and trials by another rule, are left out."""
     every = stored.read(ROOT / "results/reference/main.parquet")
