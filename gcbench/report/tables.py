@@ -48,23 +48,27 @@ def quality(row: ComparisonRow, mixed: bool) -> str:
     if row.metric == "accuracy":
         spread = "" if row.sd is None else f" ± {100 * row.sd:.2f}"
         return f"{prefix}{100 * row.mean:.2f}{spread}"
-    digits = _decimals(row.mean)
-    return f"{prefix}{row.mean:.{digits}f}" + ("" if row.sd is None else f" ± {row.sd:.{digits}f}")
+    how = _digits(row.mean)
+    return f"{prefix}{row.mean:{how}}" + ("" if row.sd is None else f" ± {row.sd:{how}}")
 
 
-def _decimals(loss: float) -> int:
-    """Return the number of decimals that give a loss, and its row, four significant digits."""
-    return max(0, 3 - math.floor(math.log10(abs(loss)))) if math.isfinite(loss) and loss else 3
+def _digits(loss: float) -> str:
+    """Return the format that shows a loss, and its row, with four significant digits."""
+    if not (math.isfinite(loss) and loss):
+        return ".3f"
+    if not 1e-4 <= abs(loss) < 1e7:
+        return ".3e"
+    return f".{max(0, 3 - math.floor(math.log10(abs(loss))))}f"
 
 
 def versus(row: ComparisonRow) -> str:
     """Return a row's difference from the uncompressed one, its interval and marks; else "-"."""
     if row.difference is None or row.mean is None:
         return "-"
-    digits = _decimals(row.mean)
+    how = _digits(row.mean)
 
     def shown(value: float) -> str:
-        return f"{100 * value:+.2f}" if row.metric == "accuracy" else f"{value:+.{digits}f}"
+        return f"{100 * value:+.2f}" if row.metric == "accuracy" else f"{value:+{how}}"
 
     interval = f" [{', '.join(map(shown, row.interval))}]" if row.interval else ""
     marks = ("" if row.pairs else " †") + (" ‡" if row.tuned else "")
