@@ -379,9 +379,10 @@ class Trainer:
             if is_bad:
                 pieces = zip(self.names, torch.split(bucket, self.sizes), strict=True)
                 layer = next(name for name, piece in pieces if not piece.isfinite().all())
+                skip = "" if self.config.local_steps else ", or use --on-nonfinite skip"
                 raise DivergedError(
                     f"non-finite {what} in layer {layer} of worker {rank} at step {self.step}. "
-                    "Lower --lr, or skip such steps with --on-nonfinite skip",
+                    f"Lower --lr{skip}",
                     self.step,
                 )
         return True

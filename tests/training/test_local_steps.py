@@ -286,5 +286,6 @@ def test_outer_settings_without_local_steps_are_refused():
 
 def test_parameters_that_overflow_in_a_round_are_told(trainer):
     created = trainer(**{**PLAIN, "lr": 3e38}, steps=4, local_steps=4)
-    with pytest.raises(DivergedError, match="non-finite"):
+    with pytest.raises(DivergedError, match="non-finite") as caught:
         take(created, 4)
+    assert "--on-nonfinite" not in str(caught.value)  # which local steps refuse
