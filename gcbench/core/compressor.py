@@ -146,8 +146,13 @@ class Compressor(ABC):
                 cls.memory = cls.name or cls.__name__
 
     def legal_collectives(self) -> tuple[str, ...]:
-        """Return those of `collectives` that are correct for these fields, the default first."""
-        return self.collectives
+        """Return those of `collectives` that are correct for these fields, the default first.
+
+        Without "ring" for correlated noise: a hop would round a sum that depends on its draws.
+        """
+        if not self.claims.correlated:
+            return self.collectives
+        return tuple(name for name in self.collectives if name != "ring")
 
     # One worker's gradient.
 

@@ -208,6 +208,8 @@ def _why_no_ring(method: Compressor) -> str:
         return "it has its own merge of payloads; a ring would encode partial sums again"
     if of(method).feedback:
         return "its error feedback is for gradients, and each hop would drop most of a partial sum"
+    if method.claims.correlated:
+        return "with correlated noise, the rounding of a partial sum would be biased"
     return "it does not declare that partial sums can be encoded again"
 
 

@@ -12,9 +12,13 @@ import gcbench
 from gcbench import ops
 from gcbench.checks import properties
 from gcbench.core import codec, purposes, registry
+from gcbench.core.clock import Clock
 from gcbench.core.compressor import Compressor, Context, Key, Segments
 from gcbench.core.errors import UsageError
+from gcbench.core.exchange import Exchange, check_legal, lane_of
+from gcbench.core.memory import Memory
 from gcbench.core.payload import NOISES
+from gcbench.core.world import SimulatedWorld
 
 METHODS = {
     "qsgd": {},
@@ -206,3 +210,21 @@ def test_stored_rows_keep_the_name_of_their_method(name):
     earlier = {*registry.fields(type(usual))} - {"noise"}
     assert all(f"{field}=" in registry.call(usual) for field in earlier)
     assert "noise='correlated'" in registry.call(correlated)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_legal_collective_is_unbiased(name):
+    """A partial sum of a ring depends on the draws that would round it."""
+    method, device, steps = methods(name)[1], torch.device("cpu"), 30
+    x = torch.full((8192,), 10.25 / 127)
+    x[::256] = 1.0
+    for collective in method.legal_collectives():
+        lane = lane_of([x.shape], 0, method, collective, Memory(), exact=False)
+        exchange = Exchange(SimulatedWorld(2, device, None, 1, 1), [lane], 0, Clock(device))
+        error = torch.zeros(8192, dtype=torch.float64)
+        for step in range(steps):
+            error += (exchange.mean([x.clone(), x.clone()], step).double() - x) / steps
+        error = error[x != 1]
+        assert abs(float(error.mean())) < 5 * float(error.std()) / len(error) ** 0.5, collective
+    with pytest.raises(UsageError, match="Legal"):
+        check_legal(method, "ring")
