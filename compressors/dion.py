@@ -61,6 +61,10 @@ class DecoupledMomentum(Memory):
     contracting: ClassVar[bool] = True
     has_momentum: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu < 1:
+            raise ValueError(f"mu={self.mu}: expected at least 0, below 1")
+
     def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
         return ctx.state["momentum"].add_(gradient)
 

@@ -55,6 +55,12 @@ class LionMomentum(Memory):
     buffers: ClassVar[tuple[str, ...]] = ("momentum",)
     has_momentum: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(
+                f"beta1={self.beta1}, beta2={self.beta2}: expected at least 0 and below 1"
+            )
+
     def offer(self, gradient: Tensor, ctx: Context) -> Tensor:
         direction = sign(ctx.state["momentum"].lerp(gradient, 1 - self.beta1))
         ctx.state["momentum"].lerp_(gradient, 1 - self.beta2)

@@ -33,6 +33,7 @@ FrozenAdam(beta1=0.9, beta2=0.999, eps=1e-08, refresh=0, frozen=True)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -48,6 +49,11 @@ from gcbench.core.rule import UpdateRule
 from .efsignsgd import EFSignSGD, EFSignSGDClaims
 
 
+def _check_beta(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name}={value}: expected at least 0 and below 1")
+
+
 @dataclass(frozen=True)
 class ExchangedMomentum(Memory):
     """The momentum that all workers received last, and the error of compressing the next one."""
@@ -59,6 +65,9 @@ class ExchangedMomentum(Memory):
     joint: ClassVar[tuple[str, ...]] = ("momentum",)
     contracting: ClassVar[bool] = True
     has_momentum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_beta("beta1", self.beta1)
 
     @property
     def feedback(self) -> bool:
@@ -131,6 +140,10 @@ class OneBitAdam(EFSignSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_beta("beta1", self.beta1)
+        _check_beta("beta2", self.beta2)
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps={self.eps}: expected a finite number, at least 0")
         if self.refresh < 0:
             raise ValueError(f"refresh={self.refresh}: expected at least 0")
 

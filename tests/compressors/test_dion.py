@@ -163,3 +163,9 @@ def test_fields_reach_memory_and_configuration():
 def test_values_out_of_range_are_refused(fields, value):
     with pytest.raises(UsageError, match=value):
         gcbench.get_compressor("dion", **fields)
+
+
+@pytest.mark.parametrize("mu", [7.0, 1.0, -0.5])
+def test_the_memorys_mu_is_checked(mu):
+    with pytest.raises(UsageError, match=r"mu=.*expected"):
+        memory.of(gcbench.get_compressor("dion"), {"mu": mu})

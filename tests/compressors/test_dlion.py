@@ -11,7 +11,7 @@ from gcbench.compressors.dlion import LionMomentum
 import gcbench
 from gcbench.core import codec, memory
 from gcbench.core.compressor import Context, Key, Payload, Segments
-from gcbench.core.errors import PayloadError
+from gcbench.core.errors import PayloadError, UsageError
 from gcbench.core.exchange import Exchange, lane_of
 from gcbench.training.configuration import Config
 
@@ -137,3 +137,9 @@ def test_dense_tensors_follow_the_same_rule(simulated, clock, aggregate):
         assert bool((total == 0).any()), "ties are +1"
         expected = total / 4 if aggregate == "average" else torch.where(total >= 0, 1.0, -1.0)
         assert torch.equal(created.mean(list(grads[step]), step), expected)
+
+
+@pytest.mark.parametrize("fields", [{"beta1": 5.0}, {"beta2": 1.0}, {"beta1": -0.1}])
+def test_betas_are_checked(fields):
+    with pytest.raises(UsageError, match=f"{next(iter(fields))}=.*expected"):
+        memory.of(gcbench.get_compressor("dlion"), fields)

@@ -209,3 +209,13 @@ def test_the_memory_alone_in_the_warm_up():
     assert joint["momentum"].tolist() == [1.5, -1.5]
     assert not carried.feedback
     assert math.isclose(ExchangedMomentum(0.5).beta1, 0.5)
+
+
+@pytest.mark.parametrize("fields", [{"beta1": 1.0}, {"beta2": 1.0}, {"beta1": -3.0}, {"eps": -1.0}])
+def test_constants_of_adam_are_checked(fields):
+    """With beta2 = 1 a run ended in a division by zero, with beta1 = 1 in NaN."""
+    with pytest.raises(UsageError, match=f"{next(iter(fields))}=.*expected"):
+        gcbench.get_compressor("onebitadam", **fields)
+    if "beta1" in fields:
+        with pytest.raises(UsageError, match=r"beta1=.*expected"):
+            memory.of(gcbench.get_compressor("onebitadam"), fields)
