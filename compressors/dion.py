@@ -129,7 +129,8 @@ class Dion(LowRank):
         """Return N(0, 1) draws for all Q, which depend on seed and shape, and zeros for all P."""
         matrices, key = self.matrices(ctx.segments), ctx.key._replace(offset=0)
         q = [normal(key, t.rank * t.m) for t in matrices]
-        return torch.cat([*q, torch.zeros(sum(t.rank * t.n for t in matrices))])
+        p = torch.zeros(sum(t.rank * t.n for t in matrices), dtype=torch.float32)
+        return torch.cat([*q, p])
 
     def following(self, p: Sequence[Tensor], q: Sequence[Tensor], ctx: Context) -> Sequence[Tensor]:
         return [*map(self._unit, q), *p]

@@ -110,7 +110,7 @@ class FFT(Compressor):
         """Return the grid of each nonempty segment, int32, on the CPU; None: one per message."""
         if self.low is None or self.high is None:
             return None
-        ends = torch.tensor([self.low, self.high]).clamp_(
+        ends = torch.tensor([self.low, self.high], dtype=torch.float32).clamp_(
             -ops.spectrum.FLOAT_MAX, ops.spectrum.FLOAT_MAX
         )
         grid = ops.rangefloat.grid_of(ends[0], ends[1], self.code_bits, self.mantissa)

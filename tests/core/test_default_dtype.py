@@ -8,6 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import gcbench
 
 PROGRAM = """
 import hashlib, json, sys
@@ -61,3 +64,21 @@ def test_no_mean_depends_on_the_default_dtype(backend):
     # `dlion` computes its signs by torch.where of two Python numbers.
     assert {name.split(",")[0] for name in different} <= {"dlion"}
     assert all("set_default_dtype(torch.float32)" in other[name] for name in different)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("dion", {}), ("dion", {"orthonormal": True}), ("fft", {"low": -0.5, "high": 2.0})],
+)
+def test_fields_that_make_tensors_of_their_own(name, fields, dtype):
+    x = torch.randn(50, 70, generator=torch.Generator().manual_seed(1))
+    method = gcbench.get_compressor(name, **fields)
+    want = method.decompress(method.compress(x))
+    torch.set_default_dtype(dtype)
+    try:
+        received = method.decompress(method.compress(x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert received.dtype == torch.float32
+    assert torch.equal(received, want)
