@@ -257,6 +257,8 @@ def _write(form: Operation[..., int], codes: Tensor, levels: int, longest: int) 
     """Return the words that the operation `form` writes: at most `longest` bits for each code."""
     if codes.is_floating_point() or codes.is_complex():
         raise ValueError(f"codes have dtype {codes.dtype}: expected integers")
+    if codes.dtype is torch.int64:
+        check_codes(codes, levels)  # before the upper bits are dropped
     n, codes = codes.numel(), codes.int().contiguous()
     if n >= OMEGA_MAX:
         raise ValueError(f"{n} codes: expected fewer than {OMEGA_MAX}")

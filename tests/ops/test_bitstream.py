@@ -248,6 +248,15 @@ def test_codes_beyond_the_levels_are_refused(form, levels):
 
 
 @pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_codes_of_64_bits_are_not_cut(form):
+    codes = torch.tensor([1, 2**32 + 1, 0])
+    with pytest.raises(ValueError, match="-3 to 3"):
+        write(form, codes, 3)
+    codes[1] = -3
+    assert torch.equal(write(form, codes, 3), write(form, codes.int(), 3))
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
 def test_the_longest_codes_fill_the_room(form, monkeypatch):
     """And no word beyond it is written; a code out of range is seen wherever it stands."""
     codes, rooms = torch.full((80_003,), -1, dtype=torch.int32), []
