@@ -23,19 +23,21 @@ int64_t first_from(int64_t count, int64_t value, F at) {
   return low;
 }
 
-// Set the bits at(0) < at(1) < ... of n in the tiles [first, last), all others there not. Returns whether they increase
-// and are below n.
+// Set the bits at(0) < at(1) < ... of n in the tiles [first, last), all others there not. Returns how many there are, or
+// -1 if they do not increase or are not below n. A bit that is out of order may be found in no tiles, so the caller adds
+// the numbers up.
 template <class F>
-bool set_bits_in(int64_t first, int64_t last, int64_t total, int64_t n, uint32_t* words, F at) {
+int64_t set_bits_in(int64_t first, int64_t last, int64_t total, int64_t n, uint32_t* words, F at) {
   const int64_t end = std::min(last * LANES, words_of(n, 1));
   memset(words + first * LANES, 0, (end - first * LANES) * sizeof *words);
   const int64_t begin = first * TILE, stop = last * TILE < n ? last * TILE : n;
   const bool whole = n % TILE == 0 || last < tiles_of(n);
   const int64_t full = whole ? stop : n / TILE * TILE;  // where tiles end that have all their lanes
-  int64_t before = begin - 1;
-  for (int64_t j = begin ? first_from(total, begin, at) : 0; j < total; ++j) {
+  const int64_t from = begin ? first_from(total, begin, at) : 0;
+  int64_t before = begin - 1, j = from;
+  for (; j < total; ++j) {
     const int64_t bit = at(j);
-    if (bit <= before || bit >= n) return false;
+    if (bit <= before || bit >= n) return -1;
     if (bit >= stop) break;
     before = bit;
     if (bit < full) {
@@ -46,7 +48,7 @@ bool set_bits_in(int64_t first, int64_t last, int64_t total, int64_t n, uint32_t
       words[full / TILE * LANES + bit_word(i, lanes)] |= 1u << bit_shift(i, lanes);
     }
   }
-  return true;
+  return j - from;
 }
 
 // rows[j], bit l = words[l], bit j.
@@ -170,11 +172,14 @@ int64_t check_positions(const int64_t* positions, int64_t total, const Run* runs
 
 // Positions as a bitmap of n bits. Returns 1 if they do not increase or are not below n.
 int64_t gc_pack_bitmap(const int64_t* positions, int64_t total, int64_t n, uint32_t* words, int threads) {
-  int64_t bad = 0;
+  int64_t bad = 0, all = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
-    report(bad, !set_bits_in(first, last, total, n, words, [=](int64_t j) { return positions[j]; }));
+    const int64_t set = set_bits_in(first, last, total, n, words, [=](int64_t j) { return positions[j]; });
+    report(bad, set < 0);
+#pragma omp atomic
+    all += set;
   });
-  return bad;
+  return bad || all != total;
 }
 GC_CALLED(gc_pack_bitmap)
 
@@ -183,7 +188,7 @@ int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, int low
                      uint32_t* high_words, int threads) {
   if (total && (positions[0] < 0 || positions[total - 1] >= n)) return 1;
   const int64_t bits = total + ((n - total) >> low), tiles = tiles_of(total);
-  int64_t bad = 0;
+  int64_t bad = 0, all = 0;
   // A thread's low and high bits come from nearly the same positions, which it reads once from memory.
   together(worth(tiles, FEW_TILES, threads), [&](const Team& team) {
     const auto edge = [&](int64_t number, int rank) { return number * rank / team.size; };
@@ -193,14 +198,21 @@ int64_t gc_pack_gaps(const int64_t* positions, int64_t total, int64_t n, int low
       for (int64_t t = edge(tiles, team.rank); t < edge(tiles, team.rank + 1); ++t) {
         const int count = (int)(total - t * TILE < TILE ? total - t * TILE : TILE);
         const int64_t base = t * TILE, *part = positions + base;
+        int falls = 0;  // which high bits do not show
+#pragma omp simd reduction(| : falls)
+        for (int i = t ? 0 : 1; i < count; ++i) falls |= part[i] <= part[i - 1];
+        report(bad, falls);
         pack_tile<B>([=](int i) { return (uint32_t)(part[i] - base - i) & ((1u << B) - 1); }, count,
                      low_words + t * B * LANES);
       }
     });
     const int64_t first = edge(tiles_of(bits), team.rank), last = edge(tiles_of(bits), team.rank + 1);
-    report(bad, first < last && !set_bits_in(first, last, total, bits, high_words, high));
+    const int64_t set = first < last ? set_bits_in(first, last, total, bits, high_words, high) : 0;
+    report(bad, set < 0);
+#pragma omp atomic
+    all += set;
   });
-  return bad;
+  return bad || all != total;
 }
 GC_CALLED(gc_pack_gaps)
 
@@ -237,11 +249,12 @@ GC_CALLED(gc_unpack_int32)
 
 // Zeros with values at increasing positions, n in all. Returns 1 if they do not increase or are not below n.
 int64_t gc_scatter(const float* values, const int64_t* positions, int64_t total, float* out, int64_t n, int threads) {
-  int64_t bad = 0;
+  int64_t bad = 0, placed = 0;
   if (total && (positions[0] < 0 || positions[total - 1] >= n)) return 1;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     GC_ALIGNED float row[TILE] = {};
-    int64_t j = first_from(total, first * TILE, [=](int64_t i) { return positions[i]; });
+    const int64_t begin = first_from(total, first * TILE, [=](int64_t i) { return positions[i]; });
+    int64_t j = begin;
     for (int64_t t = first; t < last; ++t) {
       const int64_t start = t * TILE, stop = start + TILE < n ? start + TILE : n, from = j;
       int64_t before = start - 1;
@@ -253,8 +266,10 @@ int64_t gc_scatter(const float* values, const int64_t* positions, int64_t total,
       write_tile(out + start, row, (int)(stop - start), n >= STREAM_FROM);
       for (int64_t i = from; i < j; ++i) row[positions[i] - start] = 0;
     }
+#pragma omp atomic
+    placed += j - begin;
   });
-  return bad;
+  return bad || placed != total;  // no thread has positions that are out of order
 }
 GC_CALLED(gc_scatter)
 
@@ -262,11 +277,12 @@ GC_CALLED(gc_scatter)
 // at increasing positions. Returns as gc_scatter.
 int64_t gc_scatter_mean(const float* const* values, const int64_t* const* positions, const int64_t* totals,
                         int64_t number, float divisor, float* out, int64_t n, int threads) {
-  int64_t bad = 0;
+  int64_t bad = 0, left = 0;
   parallel(tiles_of(n), threads, [&](int64_t first, int64_t last) {
     GC_ALIGNED float row[TILE] = {};
     uint64_t touched[TILE / 64] = {};
     std::unique_ptr<int64_t[]> at(new int64_t[number]);
+    int64_t placed = 0;
     for (int64_t p = 0; p < number; ++p) {
       const int64_t* own = positions[p];
       at[p] = first ? first_from(totals[p], first * TILE, [=](int64_t i) { return own[i]; }) : 0;
@@ -282,6 +298,7 @@ int64_t gc_scatter_mean(const float* const* values, const int64_t* const* positi
           row[i] += values[p][j];
           touched[i / 64] |= 1ull << i % 64;
         }
+        placed += j - at[p];
         at[p] = j;
       }
       for (int k = 0; k < TILE / 64; ++k) {
@@ -292,9 +309,11 @@ int64_t gc_scatter_mean(const float* const* values, const int64_t* const* positi
         for (; touched[k]; touched[k] &= touched[k] - 1) row[64 * k + __builtin_ctzll(touched[k])] = 0;
       }
     }
-    for (int64_t p = 0; p < number; ++p) report(bad, last == tiles_of(n) && at[p] < totals[p]);
+#pragma omp atomic
+    left -= placed;
   });
-  return bad;
+  for (int64_t p = 0; p < number; ++p) left += totals[p];
+  return bad || left;
 }
 GC_CALLED(gc_scatter_mean)
 

@@ -153,6 +153,22 @@ def _invalid_positions(number: int, arguments: Mapping[str, Any]) -> IndexError:
     return IndexError(f"positions must increase and be in [0, {arguments['n']})")
 
 
+def increasing(positions: Tensor, n: int) -> bool:
+    """Return whether positions, int64, shape (K,), increase and are in [0, n).
+
+    True on a GPU, where the answer would have to be waited for.
+    """
+    if positions.numel() == 0 or not positions.is_cpu:
+        return True
+    within = int(positions[0]) >= 0 and int(positions[-1]) < n
+    return within and bool((positions[1:] > positions[:-1]).all())
+
+
+def _check_increasing(positions: Tensor, n: int) -> None:
+    if not increasing(positions, n):
+        raise _invalid_positions(1, {"n": n})
+
+
 @operation()
 def _largest_elements(
     x: Tensor, runs: Sequence[KeptRun], positions: Tensor, values: Tensor
@@ -301,6 +317,7 @@ def gather(x: Tensor, positions: Tensor) -> Tensor:
 
 @operation(_invalid_positions)
 def _scatter(values: Tensor, positions: Tensor, total: int, n: int, out: Tensor) -> None:
+    _check_increasing(positions, n)
     out.zero_()
     out[positions] = values
 
@@ -332,6 +349,7 @@ def _scatter_mean(
 ) -> None:
     out.zero_()
     for summand, places in zip(values, positions, strict=True):
+        _check_increasing(places, n)
         out[places] += summand
     # A GPU may replace division by a Python number, but not by a tensor, with a multiplication.
     out.div_(out.new_tensor(count))
@@ -434,6 +452,7 @@ def _bitmap(places: Tensor, n: int) -> Tensor:
 
 @operation(_invalid_positions)
 def _pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
+    _check_increasing(positions, n)
     words.copy_(_bitmap(positions, n))
 
 
@@ -441,6 +460,7 @@ def _pack_bitmap(positions: Tensor, total: int, n: int, words: Tensor) -> None:
 def _pack_gaps(
     positions: Tensor, total: int, n: int, low: int, codes: Tensor, words: Tensor
 ) -> None:
+    _check_increasing(positions, n)
     index = torch.arange(total, device=positions.device)
     rest = positions - index
     if low:
@@ -454,6 +474,9 @@ def pack_positions(
     """Encode `positions`, int64, shape (K,), increasing and below n; return the parts.
 
     `coding`: one of `POSITION_CODINGS`, or "smallest". `out`: output tensors for the parts.
+
+    Raises:
+        IndexError: positions do not increase or are out of range; not with "int32" or on a GPU.
     """
     total, device = positions.numel(), positions.device
     coding = position_coding(coding, n, total)

@@ -40,6 +40,7 @@ from gcbench.ops.packing import packed_words
 from gcbench.ops.rangefloat import Groups, grouped_grids
 from gcbench.ops.selection import (
     KeptRun,
+    increasing,
     kept_groups,
     kept_total,
     largest_elements,
@@ -366,6 +367,8 @@ def _mean(
 ) -> None:
     out.zero_()
     for value, places, weight in zip(values, indices, weights, strict=True):
+        if not increasing(places, bins):
+            raise _invalid_bins(1, {"bins": bins})
         out[places] += value * weight
 
 

@@ -309,6 +309,29 @@ def test_positions_increase_where_threads_meet(number):
                 ops.selection.pack_positions(twice, n, "bitmap")
 
 
+@needs_native
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_positions_out_of_order_are_refused(backend, number):
+    """Also where they belong to the tiles of another thread than the one that meets them."""
+    n, many = 100_000, torch.arange(0, 80_000, 2)
+    many[5] = many[4]  # in the coding of gaps, only the low bits differ
+    two = [torch.tensor(places) for places in ([90_000, 10], [10, -1], [10, n], [7, 7], [-1, 10])]
+    with ops.using(backend), threads(number):
+        for places in (*two, many, many.flip(0)):
+            values = torch.ones(len(places))
+            for coding in ("bitmap", "gaps"):
+                with pytest.raises(IndexError, match="positions"):
+                    ops.selection.pack_positions(places, n, coding)
+            with pytest.raises(IndexError, match="positions"):
+                ops.selection.scatter(values, places, n)
+            right = torch.ones(2), torch.tensor([0, n - 1])
+            with pytest.raises(IndexError, match="positions"):
+                ops.selection.scatter_mean([right, (values, places), right], n, 3)
+            with pytest.raises(IndexError, match="bins"):
+                ops.spectrum.mean([(places, torch.ones(len(places), 2))], [1.0], n)
+
+
 HUGE = 2**57
 """Segments, groups, tensors: no machine has so much memory, and nothing else is looked at."""
 

@@ -231,7 +231,7 @@ def test_equal_lengths_go_together_and_return_to_their_places(monkeypatch):
 
 
 def test_sums_of_spectra():
-    """Weights of each, in their order; a kernel refuses bins beyond the last, or out of order."""
+    """Weights of each, in their order; bins beyond the last, or out of order, are refused."""
     spectra = [
         (torch.tensor([0, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
         (torch.tensor([2]), torch.tensor([[8.0, -8.0]])),
