@@ -64,6 +64,7 @@ def _digest(paths: Iterable[Path]) -> str:
 def build(root: Path, extra: tuple[str, ...] = ()) -> None:
     """Compile `root/cuda/*.cpp` for each instruction set into `root/gcbench/_native/*.so`.
 
+    Beside each library lies its SHA-256, by which `gcbench.ops.native` recognizes damage.
     `extra`: further flags, such as those of a sanitizer. What is there from the same sources,
     flags and compiler stays.
 
@@ -100,7 +101,9 @@ def build(root: Path, extra: tuple[str, ...] = ()) -> None:
             _run(link)
         target.mkdir()
         for isa in objects:
+            digest = hashlib.sha256(Path(f"{scratch}/{isa}.so").read_bytes()).hexdigest()
             shutil.move(f"{scratch}/{isa}.so", target)
+            (target / f"{isa}.sha256").write_text(digest)
     stamp.write_text(recipe)
 
 

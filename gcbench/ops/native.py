@@ -12,6 +12,7 @@ To add a kernel: write it in `cuda/<family>.cpp` (over `cuda/loops.hpp` and the 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import struct
 from array import array
@@ -224,8 +225,13 @@ def _opened(isa: str) -> ctypes.CDLL:
     Raises:
         Missing: it is damaged, or was built from sources other than the installed ones.
     """
+    path = FOLDER / f"{isa}.so"
     try:
-        library = ctypes.CDLL(str(FOLDER / f"{isa}.so"))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        # The loader does not notice a library that is cut short: it ends the process (SIGBUS).
+        if path.with_suffix(".sha256").read_bytes() != digest.encode():
+            raise Missing(f"the library {path.name} is damaged; {REBUILD}")
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise Missing(f"the library cannot be loaded: {error}; {REBUILD}") from None
     library.gc_sources.restype = ctypes.c_char_p

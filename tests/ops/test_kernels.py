@@ -6,6 +6,7 @@ shim in both orders of threads, on a GPU where there is one. The inputs are in `
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import random
@@ -396,16 +397,24 @@ def test_every_instruction_sets_library_is_checked(tmp_path, monkeypatch):
     """The best one is loaded, so a good baseline says nothing about it."""
     whole = {isa: (native.FOLDER / f"{isa}.so").read_bytes() for isa in native.isas()}
     digest = sources.digest(".cpp", ".hpp", ".cuh").encode()
-    for content, reason in ((b"damaged", "cannot be loaded"), (None, "other sources")):
-        for isa in whole:
-            monkeypatch.setattr(native, "FOLDER", folder := tmp_path / f"{isa} {reason}")
-            folder.mkdir()
-            for name, good in whole.items():
-                (folder / f"{name}.so").write_bytes(good)
-            bad = content or whole[isa].replace(digest, digest[::-1])
-            (folder / f"{isa}.so").write_bytes(bad)
-            with pytest.raises(native.Missing, match=f"{reason}.*delete"):
-                native.Library().load(isa)
+    bad = {
+        "is damaged": lambda good: good[: len(good) * 9 // 10],
+        "cannot be loaded": lambda good: b"no library",
+        "other sources": lambda good: good.replace(digest, digest[::-1]),
+    }
+    for (reason, change), isa in product(bad.items(), whole):
+        monkeypatch.setattr(native, "FOLDER", folder := tmp_path / f"{isa} {reason}")
+        folder.mkdir()
+        for name, good in whole.items():
+            content = change(good) if name == isa else good
+            of = good if reason == "is damaged" else content
+            (folder / f"{name}.so").write_bytes(content)
+            (folder / f"{name}.sha256").write_text(hashlib.sha256(of).hexdigest())
+        with pytest.raises(native.Missing, match=f"{reason}.*delete"):
+            native.Library().load(isa)
+    (folder / f"{isa}.sha256").unlink()  # the build was interrupted
+    with pytest.raises(native.Missing, match=r"sha256.*delete"):
+        native.Library().load(isa)
 
 
 @needs_native
