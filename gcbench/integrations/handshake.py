@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Type of device -> the backend that a process group needs for its tensors."""
 STORE_SECONDS = 3.0
 """Maximum seconds to wait for a store."""
+MEETING = "gcbench/comm_hook/meeting"
+"""Key of a group's store with the name of its last meeting, a part of all keys of that meeting."""
+POLL_SECONDS = 0.01
+"""Seconds between two looks at a store in which ranks wait for each other."""
 
 
 def ask(call: Callable[[], T], seconds: float = STORE_SECONDS) -> T:
@@ -127,19 +132,22 @@ def meet(
     store, rank, size = group.get_group_store(), group.rank(), group.size()
     members = dist.get_process_group_ranks(group)
 
-    def exchange() -> tuple[str, list[dict[str, Any]]]:
-        # Counted in the store: the process may be older or younger than the group.
-        number = store.add(f"gcbench/comm_hook/meetings/{rank}", 1) - 1
-        prefix = f"gcbench/comm_hook/{number}"
-        keys = [f"{prefix}/rank/{each}" for each in range(size)]
+    def exchange() -> tuple[Store, list[dict[str, Any]]]:
+        deadline = time.monotonic() + seconds
+        part = _open(store, rank, size, deadline)
+        if part is None:
+            raise UsageError(refused) if refused else _without_first(store, members, rank, seconds)
+        if rank:  # rank 0 may wait longer for others, and then reports it
+            deadline = time.monotonic() + seconds
+        keys = [f"rank/{each}" for each in range(size)]
         report = {"refused": refused, "summary": dict(summary), **asdict(roster)}
-        store.set(keys[rank], json.dumps(report))
+        part.set(keys[rank], json.dumps(report))
         if refused:
             raise UsageError(refused)
-        _await(store, keys, members, rank, seconds)
-        return prefix, [json.loads(store.get(key)) for key in keys]
+        _await(part, keys, members, rank, seconds, deadline)
+        return part, [json.loads(part.get(key)) for key in keys]
 
-    prefix, reports = ask(exchange, seconds + STORE_SECONDS)
+    part, reports = ask(exchange, 2 * seconds + STORE_SECONDS)
     for other, each in zip(members, reports, strict=True):
         if each["refused"]:
             raise UsageError(f"rank {other} could not register: {each['refused']}")
@@ -153,12 +161,67 @@ def meet(
         )
     first, number = min(each["name"] for each in reports)
     ranks = {rank for each in reports for rank in each["ranks"]}
-    return PrefixStore(prefix, store), Roster((first, number), tuple(sorted(ranks)))
+    return part, Roster((first, number), tuple(sorted(ranks)))
 
 
-def _await(store: Store, keys: list[str], members: list[int], rank: int, seconds: float) -> None:
-    """Wait until all ranks have written; PeerLostError names the missing ones."""
-    deadline = time.monotonic() + seconds
+def _open(store: Store, rank: int, size: int, deadline: float) -> Store | None:
+    """Return a part of a group's store that only this meeting uses; None if rank 0 does not come.
+
+    The store may have keys of earlier meetings, also of processes that torchrun has restarted. So
+    rank 0 draws a random name, and confirms each rank's random reply to it: every rank then knows
+    that the name is not an earlier one.
+    """
+    mine = secrets.token_hex(8)
+    if rank == 0:
+        part = _part(store, mine)
+        store.set(MEETING, mine)
+        absent = set(range(1, size))
+        while absent and time.monotonic() < deadline:
+            for each in [each for each in absent if part.check([f"reply/{each}"])]:
+                part.set(f"confirmed/{part.get(f'reply/{each}').decode()}", "")
+                absent.remove(each)
+            time.sleep(POLL_SECONDS)
+        return part
+    while time.monotonic() < deadline:
+        if store.check([MEETING]):
+            part = _part(store, store.get(MEETING).decode())
+            part.set(f"reply/{rank}", mine)
+            if part.check([f"confirmed/{mine}"]):
+                return part
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def _part(store: Store, name: str) -> Store:
+    return PrefixStore(f"gcbench/comm_hook/{name}", store)
+
+
+def _without_first(
+    store: Store, members: list[int], rank: int, seconds: float
+) -> UsageError | PeerLostError:
+    """Return the error of a rank that the group's first rank did not meet, perhaps any more."""
+    if store.check([MEETING]):
+        part = _part(store, store.get(MEETING).decode())
+        report = json.loads(part.get("rank/0")) if part.check(["rank/0"]) else {}
+        if report.get("refused"):
+            return UsageError(f"rank {members[0]} could not register: {report['refused']}")
+    return PeerLostError(f"rank {members[rank]}: {_absence([members[0]], seconds)}")
+
+
+def _absence(missing: list[int], seconds: float) -> str:
+    return (
+        f"{', '.join(f'rank {each}' for each in missing)} did not register a hook within "
+        f"{seconds:.0f} s. Every rank must call register: look for errors of those ranks"
+    )
+
+
+def _await(
+    store: Store, keys: list[str], members: list[int], rank: int, seconds: float, deadline: float
+) -> None:
+    """Wait until all ranks have written; PeerLostError names the missing ones.
+
+    `seconds`: how long a rank waits, for the error.
+    """
     for key in keys:
         left = max(deadline - time.monotonic(), 0.001)
         try:
@@ -166,10 +229,7 @@ def _await(store: Store, keys: list[str], members: list[int], rank: int, seconds
         except RuntimeError as error:
             written = [store.check([each]) for each in keys]
             missing = [member for member, there in zip(members, written, strict=True) if not there]
-            text = (
-                f"{', '.join(f'rank {each}' for each in missing)} did not register a hook within "
-                f"{seconds:.0f} s. Every rank must call register: look for errors of those ranks"
-            )
+            text = _absence(missing, seconds)
             with suppress(RuntimeError):  # a rank that arrives later reads it
                 store.set(keys[rank], json.dumps({"refused": text, "summary": {}}))
             raise PeerLostError(f"rank {members[rank]}: {text}") from error

@@ -847,6 +847,12 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     dist.barrier()
     if odd:
         result["late"] = refused(lambda: hook("none", timeout=1.0).register(ddp))
+    dist.barrier()
+    ddp = wrapped(model())
+    if not odd:
+        refused(lambda: hook("none", timeout=1.0).register(ddp))
+    dist.barrier()  # as after a restart by torchrun: the last rank ended before it registered
+    result["next attempt"] = refused(lambda: register(hook("none", timeout=5.0)).close())
     ended = hooked(rank, hook("none"))  # and after all that, what all register alike works
     result["after"] = {"finite": bool(ended.isfinite().all())}
     return result

@@ -897,6 +897,7 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     dist.barrier()
     if odd:
         result["absent"] = refused(lambda: hook("none").register(net))
+    dist.barrier()  # otherwise the late rank would meet the others at their next call
     handshake.PATIENCE = patience
     net = sharded()
     one = hook("terngrad").register(net)

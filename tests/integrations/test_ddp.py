@@ -281,6 +281,7 @@ def test_ranks_that_registered_different_settings_all_name_them(size):
         else:
             message = f"rank 0 could not register: rank {rank} did not register"
             assert message in result["late"]["text"]
+        assert result["next attempt"]["text"] == ""
         assert result["after"]["finite"]
 
 
