@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -31,8 +31,8 @@ OTHERS = {
     DistributedType.MEGATRON_LM: "Megatron-LM reduces the gradients itself",
 }
 """Kind of distribution -> why it cannot have a hook, and what to call instead."""
-_hooks: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""Accelerator -> its number of hooks; each has its own file in a checkpoint."""
+_hooks: WeakKeyDictionary[Accelerator, list[tuple[ref[CommHook], list[Any]]]] = WeakKeyDictionary()
+"""Accelerator -> its hooks, each with its own file in a checkpoint, and the handles for that."""
 
 
 def compress(
@@ -49,7 +49,8 @@ def compress(
     Call it on every process after `prepare` and before `load_state`, once per trained model. The
     hook follows the optimizer's learning rates. `accelerator.save_state` writes the state of every
     rank to the checkpoint's folder, as `gcbench_0_rank0.pt` and so on, and `load_state` reads it:
-    the resumed job ends in the same bits as an uninterrupted one.
+    the resumed job ends in the same bits as an uninterrupted one. A hook that was closed is saved
+    until another one takes its place.
 
     Args:
         accelerator: the accelerator that prepared the model.
@@ -80,9 +81,7 @@ def compress(
             stacklevel=2,
         )
     hook.register(ddp)
-    number = _hooks.get(accelerator, 0)
-    _hooks[accelerator] = number + 1
-    _checkpoint(accelerator, hook, f"gcbench_{number}")
+    _add(accelerator, hook)
     if log_every:
         _log(accelerator, hook, followed[-1], log_every)
     return hook
@@ -106,8 +105,23 @@ def checked(accelerator: Accelerator, model: nn.Module) -> DistributedDataParall
     return ddp
 
 
-def _checkpoint(accelerator: Accelerator, hook: CommHook, name: str) -> None:
-    """Let `save_state` and `load_state` save and load the hook's state, on every rank."""
+def _add(accelerator: Accelerator, hook: CommHook) -> None:
+    """Add a hook to checkpoints, in the place of the first one that was closed, if any."""
+    hooks = _hooks.setdefault(accelerator, [])
+    present = [old() for old, _ in hooks]  # the accelerator refers to them
+    number = next((i for i, old in enumerate(present) if old and old._closed), len(hooks))
+    for _, handles in hooks[number : number + 1]:
+        for handle in handles:
+            handle.remove()
+    handles = _checkpoint(accelerator, hook, f"gcbench_{number}")
+    hooks[number : number + 1] = [(ref(hook), handles)]
+
+
+def _checkpoint(accelerator: Accelerator, hook: CommHook, name: str) -> list[Any]:
+    """Let `save_state` and `load_state` save and load the hook's state, on every rank.
+
+    Returns the handles that end it.
+    """
 
     def save(models: Sequence[nn.Module], weights: Sequence[Any], folder: str) -> None:
         frameworks.save(hook, folder, name)
@@ -119,8 +133,10 @@ def _checkpoint(accelerator: Accelerator, hook: CommHook, name: str) -> None:
         else:
             hook.load_state_dict(state)
 
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    return [
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(load),
+    ]
 
 
 def _log(accelerator: Accelerator, hook: CommHook, optimizer: Optimizer, every: int) -> None:
@@ -128,7 +144,7 @@ def _log(accelerator: Accelerator, hook: CommHook, optimizer: Optimizer, every: 
     metrics = frameworks.Metrics(hook)
 
     def log(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if hook.step % every == 0 or metrics.checked:
+        if not hook._closed and (hook.step % every == 0 or metrics.checked):
             accelerator.log(metrics(), step=hook.step)
 
     optimizer.register_step_post_hook(log)

@@ -553,6 +553,44 @@ def accelerate_states(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return result
 
 
+@job
+def accelerate_again(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """A second hook, after the first one was closed; the optimizer is the same."""
+    from accelerate import Accelerator
+
+    from gcbench.integrations.accelerate import compress
+
+    tracker = _tracker()
+    accelerator = Accelerator(cpu=True, log_with=[tracker])
+    accelerator.init_trackers("job")
+    module, (x, y) = net(), next(iter(loader(rank, size)))
+    optimizer = accelerator.prepare(optimizers(module.parameters())[0])
+    hooks = []
+    for steps in (4, 3):
+        model = accelerator.prepare(module)
+        hooks.append(compress(accelerator, model, optimizer, "onebit", log_every=2, **OPTIONS))
+        for _ in range(steps):
+            accelerator.backward(cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if steps == 4:
+            hooks[0].close()
+    accelerator.save_state(folder / "again")
+    dist.barrier()  # rank 1 loads the model that rank 0 writes
+    files = sorted(path.name for path in (folder / "again").glob("gcbench*"))
+    saved = tensors(hooks[1].state_dict())
+    loss = refused(lambda: accelerator.load_state(folder / "again"))
+    loaded = tensors(hooks[1].state_dict())
+    hooks[1].close()
+    return {
+        "files": files,
+        "load": loss,
+        "steps": hooks[1].step,
+        "equal": all(torch.equal(*pair) for pair in zip(saved, loaded, strict=True)),
+        "rows": [step for step, values in tracker.rows if "gcbench/sent_bytes" in values],
+    }
+
+
 def tensors(state: Any) -> list[Tensor]:
     """Return the tensors of a state, in the order of its entries."""
     if isinstance(state, Tensor):

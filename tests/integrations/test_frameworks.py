@@ -162,6 +162,14 @@ def test_a_search_for_a_rate_leaves_no_trace():
         assert result["after the search"][0] == STEPS
 
 
+def test_a_second_accelerate_hook_replaces_the_closed_one():
+    """In checkpoints and logs: the file of the first hook would be loaded into the second."""
+    for rank, result in enumerate(of("accelerate_again")):
+        assert result["files"] == ["gcbench_0_rank0.pt", "gcbench_0_rank1.pt"]
+        assert (result["load"], result["equal"], result["steps"]) == ("", True, 3)
+        assert result["rows"] == ([] if rank else [2, 4, 2])
+
+
 def test_compress_after_the_optimizer_has_made_steps_is_warned_about():
     for result in of("accelerate_states"):
         (text,) = result["late"]
