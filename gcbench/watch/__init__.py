@@ -125,6 +125,11 @@ def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Ana
         f"{counted(len(records), 'rank')}, {what}; {took}.",
         *(problems or [agreement(checks)]),
     ]
+    if others := elsewhere(records):
+        answer.append(
+            f"Ranks {sorted(others)} run on other machines: they are not in this result, and were "
+            "not compared."
+        )
     per = "per step" if steps > 1 else "in all"
     columns: dict[str, str | tuple[str, float]] = {
         "collective": "collective",
@@ -186,9 +191,19 @@ def table_rows(records: Sequence[Record]) -> tuple[list[Row], float]:
 # ---- checks --------------------------------------------------------------------------------------
 
 
+def elsewhere(records: Sequence[Record]) -> set[int]:
+    """Return the ranks of other machines, whose records stay there."""
+    here: set[int] = set()
+    for record in records:
+        first, count = record.get("here") or (0, record["world_size"])
+        here |= {*range(first, first + count)}
+    return {*range(records[0]["world_size"])} - here
+
+
 def missing(records: Sequence[Record]) -> list[str]:
-    """Return a sentence if ranks of the job are missing."""
-    lost = {*range(records[0]["world_size"])} - {record["rank"] for record in records}
+    """Return a sentence if ranks of the job on this machine are missing."""
+    present = {record["rank"] for record in records} | elsewhere(records)
+    lost = {*range(records[0]["world_size"])} - present
     return [f"Ranks {sorted(lost)} wrote no record."] if lost else []
 
 
@@ -206,10 +221,10 @@ def agreement(checks: int) -> str:
     """Return a sentence on `checks` compared results without a difference."""
     if not checks:
         return (
-            "No fault, but nothing was compared between ranks: no collective of this job gives all "
-            "of them the same result."
+            "No fault, but nothing was compared between ranks: no collective of this job gives "
+            "several recorded ranks the same result."
         )
-    return f"No fault: {counted(checks, 'result')} equal on all ranks, bit for bit."
+    return f"No fault: {counted(checks, 'result')} equal on all recorded ranks, bit for bit."
 
 
 def disagreements(records: Sequence[Record], *, sharded: bool) -> list[str]:

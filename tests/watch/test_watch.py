@@ -207,6 +207,17 @@ def test_a_rank_without_a_record_is_missing():
     assert watch.missing([{"rank": 0, "world_size": 1}]) == []
 
 
+def test_ranks_of_another_machine_are_not_missing():
+    """Each of two machines with two ranks runs the command, and has the records of its ranks."""
+    records = [{"rank": rank, "world_size": 4, "here": [2, 2]} for rank in (2, 3)]
+    assert watch.missing(records) == []
+    assert watch.elsewhere(records) == {0, 1}
+    assert "[3]" in watch.missing(records[:1])[0]
+    alone = [{"rank": 0, "world_size": 2, "here": None}]
+    assert "[1]" in watch.missing(alone)[0]
+    assert watch.elsewhere(alone) == set()
+
+
 def test_only_results_of_several_ranks_count_as_compared():
     alone = [{"digests": {"all_reduce in group 0": {"0": 5}, "parameters": {"1": 3}}}]
     assert watch.compared(alone, sharded=False) == 0

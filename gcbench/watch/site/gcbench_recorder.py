@@ -286,6 +286,7 @@ class Recorder:
         record = {
             "rank": rank,
             "world_size": dist.get_world_size(),
+            "here": _here(rank),
             "steps": self.steps,
             "digests": self.digests,
             **{name: _plain(snapshot) for name, snapshot in snapshots.items() if snapshot},
@@ -294,6 +295,12 @@ class Recorder:
         with open(f"{path}.tmp", "w") as file:
             json.dump(record, file)
         os.replace(f"{path}.tmp", path)
+
+
+def _here(rank: int) -> list[int] | None:
+    """Return the first rank of this machine and its number of ranks; None if no launcher says."""
+    local, count = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    return [rank - int(local), int(count)] if local and count else None
 
 
 def _copy(rows: Rows) -> Rows:
