@@ -266,6 +266,23 @@ def checked_rate(lr: float) -> float:
     return rate
 
 
+class MixedContext(Context):
+    """The context of a lane whose tensors follow different learning rates; it has no `lr`."""
+
+    @property
+    def lr(self) -> float:
+        """Refuse to return one of the rates.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "the method, its memory or its update rule reads ctx.lr, and the tensors that are "
+            "exchanged together have different learning rates. Give all parameter groups of the "
+            "optimizer the same rate, or use a method that does not read ctx.lr"
+        )
+
+
 class Piece(NamedTuple):
     """A part of a lane that is encoded as one unit: the whole lane, or an owner's shard."""
 
@@ -655,9 +672,10 @@ class Exchange:
         """Return the context of a lane that is common to all workers."""
         lane = self.lanes[number]
         key = Key(self.seed, step, 0, lane.start, purposes.ENCODE)
-        lr = 1.0 if self.lr is None else self.lr
-        return Context(
-            lane.segments, key=key, workers=self.world.size, lr=lr, joint=self.joint[number]
+        rates = [*{rate for rate in self.rates[number] if rate is not None}] or [1.0]
+        kind = Context if len(rates) == 1 else MixedContext
+        return kind(
+            lane.segments, key=key, workers=self.world.size, lr=rates[0], joint=self.joint[number]
         )
 
     def _of_memory(self, number: int, i: int, ctx: Context) -> Context:

@@ -350,7 +350,7 @@ class Context(NamedTuple):
     """The world size."""
     lr: float = 1.0
     """The learning rate that the mean will be applied with; while it is 0, the last positive one,
-    or 1."""
+    or 1. Reading it raises UsageError in a hook whose tensors have different rates."""
     prepared: Any = None
     """`Prepared.cached` for the same x and segments; None: `encode` computes it."""
     layout: Layout | None = None

@@ -451,6 +451,33 @@ def carrying(simulated, clock):
     return created
 
 
+@dataclass(frozen=True)
+class Scaled(Sparse):
+    """Sends the update: the gradient times the learning rate."""
+
+    name = "scaled"
+
+    def encode(self, x, ctx):
+        return super().encode(x * ctx.lr, ctx)
+
+
+def test_a_method_reads_the_rate_of_its_lane_or_is_refused(simulated, clock):
+    """Rates may differ between lanes, and part of a lane may have none."""
+    x, segments = torch.tensor([1.0, 2.0]), Segments.of([(1,), (1,)])
+    lanes = [Lane(Scaled(), "allgather", start, segments) for start in (0, 2)]
+    created = Exchange(simulated(1), lanes, 0, clock)
+    created.divide([[slice(0, 1), slice(1, 2)]] * 2)
+    clock.start_step()
+    assert created.lane_mean(0, [x], 0).tolist() == [1.0, 2.0], "without a rate it is 1"
+    created.follow([[0.5, 0.5], [None, 0.25]])
+    assert created.lane_mean(0, [x], 0).tolist() == [0.5, 1.0]
+    assert created.lane_mean(1, [x], 0).tolist() == [0.25, 0.5]
+    created.follow([[0.5, 0.125], [0.25, 0.25]])
+    with pytest.raises(UsageError, match="different learning rates"):
+        created.lane_mean(0, [x], 1)
+    assert created.lane_mean(1, [x], 1).tolist() == [0.25, 0.5]
+
+
 def test_each_part_follows_its_own_rate(simulated, clock):
     """Rates 1 -> 0.5 and 0.25; None and 0 change nothing."""
     created = carrying(simulated, clock)
