@@ -54,16 +54,24 @@ def normalize(name: str, value: Any) -> Any:
     Steps may be strings, as in JSON. `name`: the field's name, for errors.
 
     Raises:
-        UsageError: a step is not an integer or negative, or there is no value for step 0.
+        UsageError: a step is not an integer, negative or repeated, or there is no value for step 0.
     """
     if not isinstance(value, Mapping):
         return value
     try:
         stages = {int(step): item for step, item in value.items()}
-    except (TypeError, ValueError):
+        whole = all(int(step) == float(step) for step in value)
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
         raise UsageError(
-            f"{name}={dict(value)!r}: the keys of a schedule are steps, e.g. 0:0.25/100:0.01"
-        ) from None
+            f"{name}={dict(value)!r}: the keys of a schedule are steps, whole numbers, e.g. "
+            "0:0.25/100:0.01"
+        )
+    if len(stages) < len(value):
+        raise UsageError(
+            f"{name}={dict(value)!r}: a step is repeated; give each stage another step"
+        )
     if 0 not in stages or min(stages) < 0:
         raise UsageError(
             f"{name}={text(stages)}: a schedule starts at step 0 and has no negative steps, e.g. "

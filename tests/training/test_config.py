@@ -144,6 +144,13 @@ def test_a_schedule_in_a_file_is_a_mapping(tmp_path):
     assert (created.memory, created.memory_options) == ("dgc", {"momentum": 0.5})
 
 
+def test_a_schedule_in_python_has_each_step_once():
+    with pytest.raises(UsageError, match="repeated"):
+        Config.make({"compressor": "topk", "options": {"ratio": {0: 0.25, "0": 0.01}}})
+    whole = Config.make({"compressor": "topk", "options": {"ratio": {0: 0.25, 1e2: 0.01}}})
+    assert whole.options == {"ratio": {0: 0.25, 100: 0.01}}
+
+
 def test_a_setting_at_its_default_leaves_the_hash_as_it_is(monkeypatch):
     """A config stored before a setting existed has the hash of one with the setting's default."""
     created = Config.make({"task": "quadratic", "lr": 0.25, "momentum": 0.0})
@@ -382,6 +389,9 @@ def test_bad_settings_are_refused_in_one_line(flags):
         ("seed: []\n", "seed: the list is empty"),
         ("task: {a: b}\n", "unknown task"),
         ("lr: {a: b}\n", "lr={'a': 'b'}"),
+        ("compressor: topk\noptions: {ratio: {0: 1, 0.5: 0.1}}\n", "ratio={0: 1, 0.5: 0.1}"),
+        ("compressor: topk\noptions: {ratio: {0: 1, 9.7: 0.1}}\n", "ratio={0: 1, 9.7: 0.1}"),
+        ("compressor: topk\noptions: {ratio: {0: 1, .inf: 0.1}}\n", "ratio={0: 1, inf: 0.1}"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path, text, message):
