@@ -313,8 +313,22 @@ def _options_from_json(options: dict[str, Any]) -> Options:
 
 
 def _train(member: Rank, config_json: str, folder: str, options: dict[str, Any]) -> None:
-    config = Config.model_validate_json(config_json)
-    _be_worker(member, config, Run(Path(folder)), _options_from_json(options))
+    config, run = Config.model_validate_json(config_json), Run(Path(folder))
+    _check_plugins(config, run)
+    _be_worker(member, config, run, _options_from_json(options))
+
+
+def _check_plugins(config: Config, run: Run) -> None:
+    """Refuse to train with a plug-in that was edited since the command loaded and recorded it."""
+    loaded = configuration.plugins(config)
+    recorded = run.read_provenance().get("plugins") if loaded else None
+    for kind, origin in loaded.items():
+        if recorded is not None and recorded.get(kind) != origin:
+            raise UsageError(
+                f"the {kind} ({origin['distribution']}) was edited after this command started: its "
+                "worker processes would train with other code than the run records. Run the "
+                "command again"
+            )
 
 
 def spawn(config: Config, run: Run, options: Options) -> None:

@@ -87,6 +87,23 @@ def test_a_worker_process_that_exits_is_no_success(gcbench, tmp_path: Path, code
     assert not list((tmp_path / "runs").glob("*/summary.json"))
 
 
+def test_workers_refuse_a_file_that_was_edited_since_the_command_started(tmp_path: Path) -> None:
+    """The first run of a grid edits the file, as its author may; the second run records the old."""
+    edit = (
+        "if os.environ['RANK'] == '0':\n"
+        "            text = open(__file__).read()\n"
+        "            open(__file__, 'w').write(text.replace('x.half()', 'x.bfloat16()'))"
+    )
+    path = method(tmp_path, encode=edit)
+    words = [*RUN, "--compressor", path, "--results", tmp_path / "runs", "--engine", "spawn"]
+    done = invoke(*words, "--seed", "0,1")
+    assert done.code == 2
+    assert "edited" in done.err
+    (summary,) = (tmp_path / "runs").glob("*/summary.json")
+    assert json.loads(summary.read_text())["seed"] == 0
+    assert [*(tmp_path / "runs").iterdir()] == [summary.parent]
+
+
 @pytest.mark.parametrize("engine", ["simulate", "spawn"])
 def test_prints_of_a_plug_in_do_not_reach_the_json(gcbench, tmp_path: Path, engine: str) -> None:
     prints = 'print("from Python"); os.write(1, b"from C\\n"); os.system("echo from a child")'
