@@ -110,6 +110,18 @@ class Config(Settings):
     def _steps_are_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
         return {key: schedule.normalize(key, item) for key, item in value.items()}
 
+    @field_validator(*SET_FLAGS)
+    @classmethod
+    def _numbers_are_finite(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for key, item in value.items():
+            for each in item.values() if isinstance(item, Mapping) else (item,):
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise ValueError(
+                        f"{key}={each}: a run cannot record it, and its worker processes would "
+                        "use None; expected a finite number"
+                    )
+        return value
+
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         if self.batch % self.workers:

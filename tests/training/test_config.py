@@ -339,6 +339,8 @@ BAD = {
     "--compressor randomk --set scaled=0:false/9:true --memory residual": "--memory none",
     "--compressor dion --set mu=0:0.95/9:0.5": "mu changes from 0.95 to 0.5: memory 'dion'",
     "--compressor onebitadam --set beta1=0:0.9/9:0.5": "beta1 changes from 0.9 to 0.5",
+    "--compressor onebitadam --start-step 5 --set eps=.inf": "eps=inf",
+    "--compressor onebitadam --start-step 5 --set eps=0:1e-8/9:.nan": "eps=nan",
     "--delay 2": "delay=2: expected 0 or 1 without --local-steps",
     "--start-step -1": "start_step=-1",
     "--rebroadcast-every x": "rebroadcast_every='x'",
