@@ -158,14 +158,20 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
         UsageError: see `Config.make`; or a field that no compressor (task, memory) of the grid has.
     """
     settings = settings_file.read(file) if file else {}
+    nested: dict[str, Fields] = {}
+    below: dict[str, Fields] = {}  # the file's fields
     for key in NESTED:
-        fields = settings.get(key) or {}
-        if not isinstance(fields, dict):
-            raise UsageError(f"{key}: expected a mapping of fields, not {fields!r}")
-        settings[key] = {**fields, **flags.get(key, {})}
+        below[key] = settings.pop(key, None) or {}
+        if not isinstance(below[key], dict):
+            raise UsageError(f"{key}: expected a mapping of fields, not {below[key]!r}")
+        nested[key] = {**below[key], **flags.get(key, {})}
     settings = {**settings, **{k: v for k, v in flags.items() if k not in NESTED}}
-    nested: dict[str, Fields] = {key: settings.pop(key) for key in NESTED}
-    methods = _methods(settings, nested["options"])
+    above = flags.get("options", {})
+    methods = _methods(settings, above if "compressor" in flags else below["options"])
+    if "compressor" not in flags:
+        for _, fields in methods.values():
+            for field in fields.keys() & above.keys():
+                del fields[field]
     if "memory" in settings:
         names = choices("memory", settings["memory"])
         settings["memory"] = [
@@ -193,7 +199,10 @@ def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:
 
 
 def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]:
-    """Return the names and fields of the compressors of a grid, by their specs."""
+    """Return the names and fields of the compressors of a grid, by their specs.
+
+    `options`: the fields that came with them, from the flags or from the file.
+    """
     if "compressor" not in settings:
         return {}
     specs = settings["compressor"] = [
@@ -202,7 +211,9 @@ def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]
     methods = {spec: method(spec) for spec in specs}
     for spec, (_, fields) in methods.items():
         if twice := sorted(fields.keys() & options.keys()):
-            raise UsageError(f"{spec}: the field {twice[0]} is also in --set; give it once")
+            raise UsageError(
+                f"{spec}: the field {twice[0]} is also among the options (--set); give it once"
+            )
     return methods
 
 

@@ -192,6 +192,14 @@ def test_a_file_has_the_same_keys_and_flags_win(tmp_path):
     assert created[1].schedule_steps == [2, 4]
     (alone,) = parse(f"gcbench run --config {path} --seed 9 --compressor terngrad")
     assert alone.options["clip"] == 0.1
+    (beside,) = parse(f"gcbench run --config {path} --seed 9 --compressor terngrad:clip=3")
+    assert beside.options == {"clip": 3.0, "scale": "c-sigma"}
+    path.write_text("task: quadratic\ncompressor: ['topk:ratio=0.5', none]\n")
+    created = parse(f"gcbench run --config {path} --set ratio=0.25")
+    assert [one.options for one in created] == [{"ratio": 0.25}, {}]
+    path.write_text("compressor: 'topk:ratio=0.5'\noptions: {ratio: 0.25}\n")
+    with pytest.raises(UsageError, match="ratio"):
+        parse(f"gcbench run --config {path}")
 
 
 COMMANDS = [
