@@ -371,15 +371,20 @@ def compressor_class(name: str) -> type[Compressor]:
         GcbenchError: its memory would have the name of another one.
     """
     cls = named("compressor", compressors(), name)
-    if vars(cls).get("own_memory") is not None:
-        other = memories().get(name)
+    if cls.own_memory is not None:
+        # A subclass of a built-in method keeps that method's memory, any other class has its own.
+        owner = next(each for each in cls.__mro__ if "own_memory" in vars(each))
+        package, _, module = owner.__module__.rpartition(".")
+        inherited = owner is not cls and package == "gcbench.compressors"
+        memory = module if inherited else name
+        other = None if inherited else memories().get(name)
         if other is not None and other.load() is not cls.own_memory:
             raise GcbenchError(
                 f"compressor {name!r} ({compressors()[name].source}) has a memory, which takes "
                 f"the compressor's name, but there is a memory {name!r} ({other.source}). Rename "
                 "the file, or register the class by another name"
             )
-        cls.memory = name
+        cls.memory = memory
     return cls
 
 

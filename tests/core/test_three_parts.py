@@ -104,6 +104,31 @@ def test_a_memory_cannot_have_the_name_of_a_method_with_another(mine, forget):
     assert registry.memory_class("mine") is type(memory.of(method))
 
 
+def test_a_subclass_has_the_memory_of_its_parent(mine, tmp_path, forget, monkeypatch):
+    from gcbench.compressors.dlion import DistributedLion
+
+    path = tmp_path / "heir.py"
+    path.write_text(
+        "from gcbench.compressors.dlion import DistributedLion\n\n\n"
+        "class Heir(DistributedLion):\n    pass\n"
+    )
+    monkeypatch.setattr(DistributedLion, "memory", "DistributedLion")  # as before its first use
+    before = Config.make({"compressor": registry.add_file(str(path))})
+    registry.compressor("dlion")
+    after = Config.make({"compressor": "heir"})
+    assert before.memory == after.memory == "dlion"
+    assert type(after.make_memory()).__module__ == DistributedLion.__module__
+    # An abstract class in the same file.
+    base = shown("ThreeParts").replace(
+        "    @property\n    def rule",
+        "    @abstractmethod\n    def nothing(self): ...\n\n    @property\n    def rule",
+    )
+    heir = "class Heir(ThreeParts):\n    def nothing(self):\n        pass\n"
+    mine.write_text(f"from abc import abstractmethod\n{base}\n\n{heir}")
+    config = Config.make({"compressor": registry.add_file(str(mine))})
+    assert (config.memory, type(config.make_memory()).__name__) == ("mine", "Carried")
+
+
 def test_a_file_without_a_memory_is_refused_as_one(tmp_path, forget):
     (tmp_path / "halves.py").write_text(shown("Halves"))
     name = registry.add_file(str(tmp_path / "halves.py"), "memory")
