@@ -312,7 +312,8 @@ def origin(entry: Entry) -> dict[str, str] | None:
         return None
     module = sys.modules[entry.load().__module__.partition(".")[0]]
     folders = [Path(folder) for folder in getattr(module, "__path__", ())]
-    files = [(path, path.relative_to(top)) for top in folders for path in top.rglob("*.py")]
+    paths = ((path, top) for top in folders for path in top.rglob("*.py"))
+    files = [(path, path.relative_to(top)) for path, top in paths if path.is_file()]
     if not folders and getattr(module, "__file__", None):
         file = Path(str(module.__file__))
         files = [(file, Path(file.name))]

@@ -151,7 +151,7 @@ def _candidates(
         if place.is_file():
             yield {place.name: files.read_bytes(place)}
         elif place.is_dir():
-            every = sorted(place.rglob("*.py"))
+            every = sorted(path for path in place.rglob("*.py") if path.is_file())
             yield {path.relative_to(place).as_posix(): files.read_bytes(path) for path in every}
             yield from ({path.name: files.read_bytes(path)} for path in every)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -297,3 +298,16 @@ def test_an_heir_has_a_name_of_its_own(site, third_party):
     assert registry.compressor("terngrad").name == "terngrad"
     assert registry.compressor("heir").name == "heir"
     assert registry.compressor("terngrad").name == "terngrad"
+
+
+def test_a_package_may_be_open_in_an_editor(tmp_path, monkeypatch):
+    """Emacs marks a file with unsaved changes by a link that leads nowhere, named .#mine.py."""
+    package = tmp_path / "edited_methods"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Mine:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = importlib.import_module("edited_methods").Mine
+    entry = registry.Entry("mine", "edited-methods", lambda: mine)
+    before = registry.origin(entry)
+    (package / ".#__init__.py").symlink_to("author@host.1")
+    assert registry.origin(entry) == before

@@ -96,6 +96,7 @@ def test_the_source_of_an_installed_package_is_located_by_its_entry_point(
         (site / "somebodys").mkdir()
         for name, text in sources.items():
             (site / "somebodys" / name).write_text(text)
+        (site / "somebodys" / ".#methods.py").symlink_to("author@host.1")  # Emacs, while it edits
     else:
         points, sources = points.replace(".methods", ""), {"somebodys.py": MINE}
         (site / "somebodys.py").write_text(MINE)
