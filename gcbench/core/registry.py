@@ -61,9 +61,8 @@ def _only(module: ModuleType, base: type, file: str) -> type[Any]:
     """Return the only subclass of `base` that a module defines; GcbenchError if it is not one."""
     classes = [
         value
-        for value in vars(module).values()
-        if inspect.isclass(value)
-        and issubclass(value, base)
+        for value in dict.fromkeys(filter(inspect.isclass, vars(module).values()))
+        if issubclass(value, base)
         and value.__module__ == module.__name__
         and not inspect.isabstract(value)
     ]

@@ -76,6 +76,12 @@ def test_two_files_of_one_name_are_two_methods_in_one_process(tmp_path: Path, fo
     assert dtype(other, "bfloat16") == "torch.bfloat16"
 
 
+def test_two_names_of_a_class_in_a_file_are_one_method(tmp_path: Path, forget) -> None:
+    path = method(tmp_path)
+    path.write_text(path.read_text() + "\n\nHalves = Mine\n")
+    assert type(registry.compressor(registry.add_file(str(path)))).__name__ == "Mine"
+
+
 @pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)"])
 def test_a_worker_process_that_exits_is_no_success(gcbench, tmp_path: Path, code: str) -> None:
     path = method(tmp_path, encode=code)
