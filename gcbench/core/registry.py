@@ -240,6 +240,8 @@ def add_file(spec: str, kind: str = "compressor") -> str:
     if not path.is_file():
         raise UsageError(f"{spec}: no such file; give the file of a {kind}, e.g. ./mine.py")
     name = path.stem
+    if (other := registered.get(name)) and Path(other).exists() and path.samefile(other):
+        path = Path(other)  # the same file by another path
     taken = listed().get(name)
     if registered.get(name, "") != str(path) and taken is not None:
         raise UsageError(f"{spec}: the name {name!r} is taken by {taken.source}; rename the file")

@@ -11,6 +11,7 @@ from commands import invoke
 
 from gcbench.checks import properties
 from gcbench.core import registry
+from gcbench.core.errors import UsageError
 
 METHOD = '''
 import os, sys
@@ -80,6 +81,18 @@ def test_two_names_of_a_class_in_a_file_are_one_method(tmp_path: Path, forget) -
     path = method(tmp_path)
     path.write_text(path.read_text() + "\n\nHalves = Mine\n")
     assert type(registry.compressor(registry.add_file(str(path)))).__name__ == "Mine"
+
+
+def test_two_paths_of_a_file_are_one_method(tmp_path: Path, forget) -> None:
+    path = method(tmp_path)
+    (tmp_path / "linked").symlink_to(tmp_path)
+    (tmp_path / "other").mkdir()
+    for other in (path, tmp_path / "other/../mine.py", tmp_path / "linked/mine.py"):
+        assert registry.add_file(str(other)) == "mine"
+    assert registry.compressors()["mine"].source == f"file {path}"
+    (tmp_path / "other/mine.py").write_text(path.read_text())
+    with pytest.raises(UsageError, match="rename the file"):
+        registry.add_file(str(tmp_path / "other/mine.py"))
 
 
 @pytest.mark.parametrize("code", ["sys.exit(0)", "os._exit(0)"])
