@@ -20,7 +20,7 @@ from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.checks.cases import Effort, effort_for
 from gcbench.checks.outcome import Outcome
 from gcbench.checks.processes import compared, digests, in_processes
-from gcbench.core import memory, registry
+from gcbench.core import memory
 from gcbench.core.compressor import Compressor
 
 
@@ -57,10 +57,10 @@ def verify(
     Raises:
         UsageError: the memory or the reference does not exist, or does not fit the method.
     """
-    if carried:
-        memory.check_legal(carried, registry.compressor(name))
-    expected = against.load(reference) if reference else None
     configurations = properties.chosen(name, options)
+    if carried:
+        memory.check_legal(carried, configurations[0][1])
+    expected = against.load(reference) if reference else None
     there: list[dict[str, str]] = []
     if processes:
         variants = [options] if options else properties.variants(name)

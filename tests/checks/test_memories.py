@@ -622,6 +622,19 @@ def test_the_command_verifies_the_memory_of_a_file(last, code, tmp_path, monkeyp
     assert refused.code == 2
 
 
+def test_a_memory_fits_the_configuration_that_is_verified(monkeypatch):
+    """Unscaled random-k is contractive, and stochastic mxfp8 is not; their defaults are reverse."""
+    monkeypatch.setattr(verify.properties, "CHECKS", {})
+    monkeypatch.setattr(memories, "CHECKS", {"memory: replicas": memories._replicas})
+    words = ("--no-processes", "--memory", "residual", "--json")
+    fits = invoke("verify", "randomk", "--set", "scaled=false", *words)
+    assert fits.code == 0, fits.err
+    assert any(row["check"] == "memory: replicas" for row in fits.json)
+    refused = invoke("verify", "mxfp8", "--set", "rounding=stochastic", *words)
+    assert refused.code == 2
+    assert "not contractive" in refused.err
+
+
 SEEDED = """
 import torch
 
