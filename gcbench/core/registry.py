@@ -229,7 +229,7 @@ def add_file(spec: str, kind: str = "compressor") -> str:
 
     Raises:
         UsageError: the file does not exist, or its name is taken or contains characters other than
-            letters, digits, _ and -.
+            letters, digits, _ and -, or a memory's name is "auto".
     """
     registered, listed = _named_files(kind), compressors if kind == "compressor" else memories
     if not spec.endswith(".py"):
@@ -249,6 +249,8 @@ def add_file(spec: str, kind: str = "compressor") -> str:
         raise UsageError(
             f"{spec}: the name of a file may contain letters, digits, _ and -; rename the file"
         )
+    if kind == "memory" and name == "auto":
+        raise UsageError(f"{spec}: memory auto is the method's own memory; rename the file")
     if name not in registered:
         os.environ[VARIABLES[kind]] = json.dumps([*registered.values(), str(path)])
         listed.cache_clear()

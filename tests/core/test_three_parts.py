@@ -129,6 +129,15 @@ def test_a_subclass_has_the_memory_of_its_parent(mine, tmp_path, forget, monkeyp
     assert (config.memory, type(config.make_memory()).__name__) == ("mine", "Carried")
 
 
+def test_a_memory_cannot_have_the_name_of_the_default(mine, forget):
+    """`--memory auto` is the method's memory: a file of that name would never be used."""
+    path = mine.rename(mine.with_name("auto.py"))
+    with pytest.raises(UsageError, match="rename the file"):
+        registry.add_file(str(path), "memory")
+    method = gcbench.get_compressor(str(path))
+    assert Config.make({"compressor": method.name}).memory == "auto"
+
+
 def test_a_file_without_a_memory_is_refused_as_one(tmp_path, forget):
     (tmp_path / "halves.py").write_text(shown("Halves"))
     name = registry.add_file(str(tmp_path / "halves.py"), "memory")
