@@ -147,8 +147,8 @@ def say(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a value on stdout as JSON."""
-    output.emit(json.dumps(value, indent=2))
+    """Print a value on stdout as JSON; fields of plug-ins that JSON lacks are text."""
+    output.emit(json.dumps(value, indent=2, default=str))
 
 
 def watched(shown: Progress, name: str, steps: int) -> progress.Observer:

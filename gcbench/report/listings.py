@@ -45,8 +45,9 @@ def _each(entries: Mapping[str, registry.Entry], row: Callable[[str], Row]) -> l
     for name, entry in entries.items():
         try:
             rows.append({"name": name, "source": entry.source, **row(name)})
-        except GcbenchError as error:
-            what = f"does not load: {error}"
+        except Exception as error:  # one faulty plug-in does not hide the others
+            reason = str(error) if isinstance(error, GcbenchError) else repr(error)
+            what = f"does not load: {reason}"
             rows.append({"name": name, "source": entry.source, "what": what})
     return rows
 
@@ -104,8 +105,8 @@ def memories() -> list[Row]:
     def row(name: str) -> Row:
         cls = registry.memories()[name].load()
         what = (cls.__doc__ or "").strip().partition("\n")[0]
-        fields = {name: field.default for name, field in registry.fields(cls).items()}
-        return {"what": what, "fields": fields}
+        carried = registry.make(f"memory {name!r}", cls, {})
+        return {"what": what, "fields": {n: getattr(carried, n) for n in registry.fields(cls)}}
 
     return _each(registry.memories(), row)
 

@@ -6,7 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from gcbench.core import registry
 from gcbench.core.clock import Clock
 from gcbench.core.compressor import Segments
 from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.memory import Memory
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.report import listings
 
@@ -283,6 +284,40 @@ def test_a_method_whose_field_has_no_default_does_not_hide_the_others(monkeypatc
     needy, none = listings.compressors()
     assert "'bits'" in needy["what"]
     assert none["collectives"][0] == "allreduce"
+
+
+class Faulty(type(registry.compressor("none"))):
+    @property
+    def claims(self):
+        raise ZeroDivisionError
+
+
+@dataclass(frozen=True)
+class Typed(type(registry.compressor("none"))):
+    dtype: torch.dtype = torch.float16
+
+
+@dataclass(frozen=True)
+class Several(Memory):
+    names: list[str] = field(default_factory=lambda: ["a"])
+
+
+def test_a_faulty_plug_in_does_not_end_a_list(monkeypatch):
+    """A claim that raises; a field of a type that JSON lacks; a default that is a factory's."""
+    methods = {
+        "faulty": registry.Entry("faulty", "theirs", lambda: Faulty),
+        "none": registry.compressors()["none"],
+        "typed": registry.Entry("typed", "theirs", lambda: Typed),
+    }
+    monkeypatch.setattr(registry, "compressors", lambda: methods)
+    several = {"several": registry.Entry("several", "theirs", lambda: Several)}
+    monkeypatch.setattr(registry, "memories", lambda: several)
+    faulty, none, typed = invoke("list", "compressors", "--json").json
+    assert "ZeroDivisionError" in faulty["what"]
+    assert none["collectives"][0] == "allreduce"
+    assert typed["fields"] == {"dtype": "torch.float16"}
+    (row,) = invoke("list", "memories", "--json").json
+    assert row["fields"] == {"names": ["a"]}
 
 
 def test_replicas_that_really_drift_apart_are_found(site, third_party, tmp_path):
