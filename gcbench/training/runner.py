@@ -305,7 +305,8 @@ class Runner:
         threads = resume.threads_to_resume(config, provenance, run.folder)
         original = ""
         if threads != configuration.threads_per_worker(config):
-            original = f" with {threads} thread(s) per worker, as in the original run"
+            each = f"{threads} thread{'s' * (threads > 1)}"
+            original = f" with {each} per worker, as in the original run"
         source = resume.other_source(config, {"provenance": provenance})
         _say(f"{place} {config.run_name}: resuming from checkpoint{original}{source}")
         return threads

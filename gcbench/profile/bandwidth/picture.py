@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gcbench.profile.bandwidth.settings import Settings, size_text
 from gcbench.profile.bandwidth.transfers import YARDSTICK
-from gcbench.report import figures
+from gcbench.report import figures, rendering
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def draw(analysis: Analysis, path: Path) -> None:
             figure.delaxes(right)
         figure.suptitle(
             f"A float32 gradient among {settings.workers} workers ({settings.engine}, "
-            f"{settings.library}, {settings.threads} thread(s) each):\n"
+            f"{settings.library}, {rendering.counted(settings.threads, 'thread')} each):\n"
             f"medians of n = {settings.iterations}; each method with its fastest collective"
         )
         figures.save(figure, path)

@@ -13,6 +13,7 @@ from gcbench import ops
 from gcbench.profile.bandwidth.settings import KIND, Settings, combinations, command, size_text
 from gcbench.profile.bandwidth.transfers import PARTS, YARDSTICK, Item
 from gcbench.profile.breakeven import FLOAT, Cost, covers, pays_fields
+from gcbench.report import rendering
 from gcbench.report.analysis import Analysis, Row, Table, shown
 
 LINKS = (1, 10, 100)
@@ -325,8 +326,8 @@ def _crossing(settings: Settings, item: Item, rows: Sequence[Row], phases: Seque
 def _notes(settings: Settings) -> list[str]:
     notes = [
         f"{settings.workers} workers ({settings.engine}, {settings.library}), "
-        f"{settings.threads} thread(s) each, n = {settings.iterations} after {settings.warmup} to "
-        "warm up. time: median from a barrier until the slowest worker is done. algbw: size / "
+        f"{rendering.counted(settings.threads, 'thread')} each, n = {settings.iterations} after "
+        f"{settings.warmup} to warm up. time: median from a barrier until the slowest worker is done. algbw: size / "
         "time; busbw: bytes that leave a worker / time. memcpy copies on all workers at once; "
         "loopback is one TCP connection through 127.0.0.1.",
         "#wrong: wrong elements on all workers. exact: compared with the exact sum, or copy, of "
