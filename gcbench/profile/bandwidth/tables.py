@@ -327,9 +327,9 @@ def _notes(settings: Settings) -> list[str]:
     notes = [
         f"{settings.workers} workers ({settings.engine}, {settings.library}), "
         f"{rendering.counted(settings.threads, 'thread')} each, n = {settings.iterations} after "
-        f"{settings.warmup} to warm up. time: median from a barrier until the slowest worker is done. algbw: size / "
-        "time; busbw: bytes that leave a worker / time. memcpy copies on all workers at once; "
-        "loopback is one TCP connection through 127.0.0.1.",
+        f"{settings.warmup} to warm up. time: median from a barrier until the slowest worker is "
+        "done. algbw: size / time; busbw: bytes that leave a worker / time. memcpy copies on all "
+        "workers at once; loopback is one TCP connection through 127.0.0.1.",
         "#wrong: wrong elements on all workers. exact: compared with the exact sum, or copy, of "
         "small integers. bits: the first steps compared with the simulation, the last with worker "
         "0.",
