@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(tmp_path, monkeypatch
 
     monkeypatch.setattr(engines, "SimulatedWorld", created)
     done = run(tmp_path, *interrupted)
-    assert "resuming from checkpoint with 1 thread(s) per worker" in done.err
+    assert "resuming from checkpoint with 1 thread per worker" in done.err
     assert seen == [1]
     assert done.json["provenance"]["threads"] == 1
     assert run(tmp_path, *interrupted, "--force").json["provenance"]["threads"] == 4
