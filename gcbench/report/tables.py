@@ -272,10 +272,8 @@ def _times(rows: Sequence[ComparisonRow]) -> list[Column]:
 
 
 def split(rows: Sequence[ComparisonRow]) -> str:
-    """Return the examples that gave the results: trials have those of the validation split."""
-    return " or ".join(
-        sorted({"validation" if run.is_trial else "test" for row in rows for run in row.runs})
-    )
+    """Return the split, or splits, of the rows' results."""
+    return " or ".join(sorted({run.result_split for row in rows for run in row.runs}))
 
 
 def _columns(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:

@@ -88,6 +88,11 @@ class Run:
         return not self.summary.config.get("test", True)
 
     @property
+    def result_split(self) -> str:
+        """The split of the final results; trials never see the test split."""
+        return "validation" if self.is_trial else "test"
+
+    @property
     def judged_by(self) -> str:
         """The split that was evaluated: "validation" if examples were held out."""
         return "validation" if self.summary.config.get("holdout") else "test"

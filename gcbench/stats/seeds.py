@@ -83,7 +83,7 @@ def _split(run: Run) -> str:
 def _final(run: Run, metric: str) -> float | None:
     """Return the metric of a run after its last step; None where the run diverged."""
     summary = run.summary
-    split = "validation" if run.is_trial else "test"
+    split = run.result_split
     loss = getattr(summary, f"{split}_loss")
     value = getattr(summary, f"{split}_accuracy") if metric == "accuracy" else loss
     if summary.failed or value is None or not math.isfinite(value):
