@@ -1,21 +1,24 @@
 """Run a fifth of the reference rows again that were made from trees with uncommitted changes.
 
-    python results/recheck.py [--data-dir FOLDER] [--only FILE.parquet]
+    python results/recheck.py [--data-dir FOLDER] [--only FILE.parquet] [--part 1/2]
 
 Rows whose commit ends in "+" were made while files of the checkout differed from it. Of those that
 belong to the current version of their suite and were made with this machine's processor, torch and
 instruction set, on which the bits depend, every fifth is run again, in the order of their config
 hashes; a row agrees if it ends in the same `params_sha256`. `results/reference/recheck.json` gets
-the share that was checked and the rows that differ. Finished runs are not run again: the same
-command resumes.
+the share that was checked and the rows that differ, after each run. What it has is not run again:
+the same command resumes, also in another checkout. Processes that share the work have a part each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from gcbench import cli
 from gcbench.core.errors import DivergedError
@@ -57,6 +60,39 @@ def selected(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int, int
     return alike[::EVERY], len(alike), len(unclean)
 
 
+def read_report() -> dict[str, Any]:
+    """Return the report: file, processor, and the results of that file's rows there."""
+    return json.loads(REPORT.read_text()) if REPORT.exists() else {}
+
+
+def checked(name: str, cpu: str) -> list[str]:
+    """Return the config hashes of a file's rows that were run again on a processor."""
+    hashes: list[str] = read_report().get(name, {}).get(cpu, {}).get("hashes", [])
+    return hashes
+
+
+def add(
+    name: str, cpu: str, counts: dict[str, int], row: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """Add a row that was run again, whose summary is `now`, to the report."""
+    with filelock.FileLock(REPORT.with_name(f".{REPORT.name}.lock")):
+        report = read_report()
+        before = report.setdefault(name, {}).get(cpu, {})
+        hashes = sorted({*before.get("hashes", []), row["config_hash"]})
+        differing = before.get("differing", [])
+        failed = "failed" in row
+        if row.get("params_sha256") != now.get("params_sha256") or failed != ("failed" in now):
+            keys = ("config_hash", "compressor", "seed", "params_sha256")
+            differing.append(
+                {key: row.get(key) for key in keys}
+                | {"now": now.get("params_sha256"), "failed": failed}
+                | {"commit": (now.get("provenance") or {}).get("commit")}
+            )
+        results = {"checked": len(hashes), "differing": differing, "hashes": hashes}
+        report[name][cpu] = counts | results
+        write_atomically(REPORT, (json.dumps(report, indent=1) + "\n").encode())
+
+
 def main() -> None:
     """Make the runs, file by file, and write the report after each of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -64,14 +100,18 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results/runs/recheck"))
     parser.add_argument("--only", action="append", type=Path, help="a file of rows; default all")
     parser.add_argument("--count", action="store_true", help="only say how much there is to do")
+    parser.add_argument("--part", default="1/1", help="I/N: each Nth row from the Ith; default all")
     asked = parser.parse_args()
+    if not (match := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", asked.part)):
+        parser.error(f"--part {asked.part}: not of the form I/N, such as 1/2")
+    if (part := int(match[1])) > (parts := int(match[2])):
+        parser.error(f"--part {asked.part}: there are {parts} parts")
     files = {path.resolve(): path for path in sorted(REFERENCE.glob("*.parquet"))}
     for path in asked.only or ():
         if path.resolve() not in files:
             names = ", ".join(one.name for one in files.values())
             parser.error(f"--only {path}: not a file of {REFERENCE}, which has {names}")
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
-    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     for path in asked.only or files.values():
         again, alike, count = selected(rows.read(path))
         hours = sum(row.get("seconds", 0.0) for row in again) / 3600
@@ -82,33 +122,17 @@ def main() -> None:
         if asked.count:
             continue
         configuration.require_clean(path)
-        checked: list[dict[str, Any]] = []
+        cpu = configuration.machine()["cpu"]
+        counts = {"rows": count, "of this processor": alike, "selected": len(again)}
         for number, row in enumerate(again, 1):
+            if number % parts != part % parts or row["config_hash"] in checked(path.name, cpu):
+                continue
             config = Config.model_validate(row["config"])
             try:
                 now = runner.one(config, f"[{number}/{len(again)}]", leads=True)
             except DivergedError:
                 now = json.loads((asked.results / config.run_name / "summary.json").read_text())
-            keys = ("config_hash", "compressor", "seed", "params_sha256")
-            checked.append(
-                {key: row.get(key) for key in keys}
-                | {"now": now.get("params_sha256"), "failed": "failed" in row}
-                | {"commit": (now.get("provenance") or {}).get("commit")}
-            )
-            differing = [
-                one
-                for one in checked
-                if one["params_sha256"] != one["now"] or (one["now"] is None) != one["failed"]
-            ]
-            report.setdefault(path.name, {})[configuration.machine()["cpu"]] = {
-                "rows": count,
-                "of this processor": alike,
-                "selected": len(again),
-                "checked": len(checked),
-                "differing": differing,
-                "hashes": [one["config_hash"] for one in checked],
-            }
-            write_atomically(REPORT, (json.dumps(report, indent=1) + "\n").encode())
+            add(path.name, cpu, counts, row, now)
 
 
 if __name__ == "__main__":

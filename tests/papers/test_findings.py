@@ -149,3 +149,29 @@ def test_recheck_refuses_a_file_that_is_not_a_reference(where, tmp_path, monkeyp
         runpy.run_path(str(PATH.with_name("recheck.py")), run_name="__main__")
     assert ended.value.code == 2
     assert str(file) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("now", ["same", "other", "failed"])
+def test_recheck_adds_each_row_once_and_names_those_that_differ(now, tmp_path):
+    recheck = runpy.run_path(str(PATH.with_name("recheck.py")))
+    report = tmp_path / "recheck.json"
+    for function in ("read_report", "add"):
+        recheck[function].__globals__["REPORT"] = report
+    row = {"config_hash": "a", "compressor": "TopK()", "seed": 0, "params_sha256": "same"}
+    summary = {"failed": "diverged"} if now == "failed" else {"params_sha256": now}
+    assert recheck["checked"]("main.parquet", "cpu") == []
+    recheck["add"]("main.parquet", "cpu", {"rows": 9}, row, summary)
+    recheck["add"]("main.parquet", "cpu", {"rows": 9}, row | {"config_hash": "b"}, row)
+    assert recheck["checked"]("main.parquet", "cpu") == ["a", "b"]
+    entry = json.loads(report.read_text())["main.parquet"]["cpu"]
+    assert (entry["rows"], entry["checked"]) == (9, 2)
+    assert [one["config_hash"] for one in entry["differing"]] == (["a"] if now != "same" else [])
+
+
+@pytest.mark.parametrize("part", ["2", "0/2", "3/2", "1/0", "a/b"])
+def test_recheck_refuses_a_part_that_there_is_not(part, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recheck.py", "--count", "--part", part])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PATH.with_name("recheck.py")), run_name="__main__")
+    assert ended.value.code == 2
+    assert part in capsys.readouterr().err
