@@ -196,7 +196,7 @@ class Output(NamedTuple):
         if code and not self.force and measuring.finished(folder):
             done = measuring.load(folder)
             other = done.provenance.get("code") != code
-            say(f"{folder} is finished{other * OTHER}; --force repeats it")
+            say(f"{folder} is finished{other * OTHER}{done.elsewhere}; --force repeats it")
             return done
         observer = progress.observer(self.progress.value, name, steps)
         try:

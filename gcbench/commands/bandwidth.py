@@ -104,7 +104,7 @@ def bandwidth(
         return  # worker 0 prints
     analysis, new = result
     if not new:
-        say("already measured; --force measures again")
+        say(f"already measured{analysis.elsewhere}; --force measures again")
     out.deliver(analysis)
     if analysis.failed:
         raise typer.Exit(1)

@@ -108,8 +108,8 @@ def bounds(
     )
     done = measure.finished(settings, out.results)
     if done is not None and not out.force:
-        say(f"{done} is finished; --force does it again")
         analysis = measuring.load(done)
+        say(f"{done} is finished{analysis.elsewhere}; --force does it again")
     else:
         command = command_line()
         analysis = measure.run(

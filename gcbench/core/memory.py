@@ -229,3 +229,21 @@ def check_masking(name: str, memory: Memory, method: Compressor) -> None:
             "sends every element, so no momentum would remain. Use --memory residual, or keep the "
             "momentum with --memory-set masking=false"
         )
+
+
+def check_shared(name: str, memory: Memory, method: Compressor) -> None:
+    """Check that a method and its published memory agree in the fields that they share.
+
+    Raises:
+        UsageError: a field has another value in the memory, which the method would not know.
+    """
+    if name != method.memory:
+        return
+    for field in method.memory_options.keys() & registry.fields(type(method)).keys():
+        value, expected = getattr(memory, field), getattr(method, field)
+        if value != expected:
+            raise UsageError(
+                f"memory {name!r} has {field}={value}, but {method!r} has {field}={expected}, and "
+                f"the update uses both. Set {field} in the method, which sets it in the memory: "
+                f"--set {field}={value}"
+            )

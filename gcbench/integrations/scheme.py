@@ -127,6 +127,7 @@ def _memory(name: str | None, options: Mapping[str, Any] | None, methods: Stages
             memories.check_legal(name, each)
     for each in methods.values():
         memories.check_masking(name, memory, each)
+        memories.check_shared(name, memory, each)
     return memory
 
 

@@ -152,6 +152,14 @@ class Analysis(BaseModel):
         """The folder's name."""
         return f"{self.kind}-{digest(self.settings)}"
 
+    @property
+    def elsewhere(self) -> str:
+        """Part of a message: the processor that made it, if it is not this machine's, else ""."""
+        machine = self.provenance.get("machine") or {}
+        if _processor(machine) == _processor(configuration.machine()):
+            return ""
+        return f", made on another processor ({machine.get('cpu')})"
+
     def table(self, name: str) -> Table:
         """Return the table of that name.
 
@@ -202,6 +210,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def _processor(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a machine on which times and bits depend."""
+    return {part: machine.get(part) for part in ("cpu", "isa", "gpu")}
+
+
 # ---- disk ----------------------------------------------------------------------------------------
 
 
@@ -216,8 +229,7 @@ class Ledger:
     def __init__(self, folder: Path, code: str = "") -> None:
         self.path = folder / LEDGER
         self._records: dict[str, Any] = {}
-        machine = configuration.machine()
-        self._machine = {part: machine[part] for part in ("cpu", "isa", "gpu")}
+        self._machine = _processor(configuration.machine())
         self._origin: dict[str, Any] = {
             "started": now(),
             "code": code,

@@ -91,6 +91,7 @@ class Config(Settings):
         values["memory_options"] = {key: getattr(chosen, key) for key in memory_options}
         for method in stages.values():
             memory.check_masking(str(memory_name), chosen, method)
+            memory.check_shared(str(memory_name), chosen, method)
             rule.check_legal(method.rule, chosen, values.get("start_step") or 0, method)
         if values.get("local_steps"):
             _check_local_steps(stages[max(stages)], str(memory_name), chosen, settings)

@@ -143,6 +143,8 @@ class Trainer:
         self.device = world.device
         self.task: Task = config.make_task()
         self.compressor = config.make_compressor(config.steps - 1)  # with its fields at the end
+        bits = self.compressor.claims.nominal_bits  # a plug-in may raise here: before the training
+        self.nominal_ratio = None if bits is None else 32 / bits
         self.clock = Clock(self.device)
         train, test = self.task.load(options.data_dir)
         train, self.validation = hold_out(train, config.holdout, config.batch)
@@ -764,7 +766,6 @@ class Trainer:
         down = sum(t.payload_down for t in traffic) / world.size
         wire = sum(t.wire for t in traffic)
         dense = 4.0 * self.total * (config.steps - self.skipped)
-        bits = self.compressor.claims.nominal_bits
         medians = self.clock.medians(config.local_steps or 1)
         simulated = config.engine == "simulate"
         phases: dict[str, float | None] = {phase: medians[phase] for phase in PHASES}
@@ -795,7 +796,7 @@ class Trainer:
             "payload_bytes_up": round(up),
             "payload_bytes_down": round(down),
             "wire_bytes": {"per_worker": round(wire / world.size), "total": round(wire)},
-            "nominal_ratio": None if bits is None else 32 / bits,
+            "nominal_ratio": self.nominal_ratio,
             "payload_ratio_up": dense / up if up else None,
             "payload_ratio_down": dense / down if down else None,
             "phase_seconds": phases,

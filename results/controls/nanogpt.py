@@ -61,6 +61,8 @@ def evaluate(folder: str) -> dict[str, Any]:
 
 def main() -> None:
     """Evaluate the checkpoints in the folders given as arguments, and print JSON."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     sys.path.insert(0, "")
     sys.stdout, printed = sys.stderr, sys.stdout  # nanoGPT prints to stdout
     rows = [evaluate(folder) for folder in sys.argv[1:]]

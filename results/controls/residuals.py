@@ -91,6 +91,8 @@ def train(method: str, seed: int, case: dict[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     """Train each method in each case, and print the means over seeds as JSON."""
+    if "RANK" not in os.environ or len(sys.argv) > 1:
+        sys.exit(__doc__)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []

@@ -182,6 +182,14 @@ def test_fields_reach_all_three_parts():
     assert (config.optimizer, config.momentum, config.start_step) == ("sgd", 0.0, 100)
 
 
+def test_a_memory_that_contradicts_the_method_is_refused():
+    """The update would correct the bias of another momentum."""
+    with pytest.raises(UsageError, match=r"beta1=0\.8.*beta1=0\.9.*--set beta1=0\.8"):
+        Config.make({"compressor": "onebitadam", "memory_options": {"beta1": 0.8}})
+    with pytest.raises(UsageError, match=r"--set beta1=0\.8"):
+        gcbench.comm_hook("onebitadam", start_step=10, memory_options={"beta1": 0.8})
+
+
 @pytest.mark.parametrize(
     ("settings", "value"),
     [

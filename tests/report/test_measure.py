@@ -190,6 +190,15 @@ def test_the_work_of_one_processor_is_not_continued_on_another(tmp_path, monkeyp
         assert "a" not in ledger
 
 
+def test_an_analysis_names_another_processor_that_made_it(monkeypatch):
+    """In a shared folder, bandwidth's times of another machine were printed as already measured."""
+    machine = configuration.machine()
+    analysis = example()
+    assert analysis.elsewhere == ""
+    monkeypatch.setattr(configuration, "machine", lambda: {**machine, "cpu": "another"})
+    assert f"({machine['cpu']})" in analysis.elsewhere
+
+
 def test_a_ledger_tells_when_and_by_what_code_it_was_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
