@@ -24,12 +24,20 @@ from gcbench.training.rank import Rank
 PROCESSES = 3
 
 
-def digests(method: Compressor, world: World | None = None) -> dict[str, str]:
-    """Return `digest` by collective, or what the method raised, under "error"."""
+def carried_by(method: Compressor, name: str) -> memory.Memory:
+    """Return the memory of this name to check beside a method; for "" the method's memory."""
+    return memory.of(method) if name in ("", method.memory) else memory.make(name, {})
+
+
+def digests(method: Compressor, world: World | None = None, carried: str = "") -> dict[str, str]:
+    """Return `digest` by collective, or what the method raised, under "error".
+
+    `carried`: the name of the memory; empty: the method's own.
+    """
     try:
-        carried, segments = memory.of(method), calls.segments_of(method, SHAPES)
+        beside, segments = carried_by(method, carried), calls.segments_of(method, SHAPES)
         lanes = [
-            Lane(method, collective, 0, segments, carried, rule=method.rule)
+            Lane(method, collective, 0, segments, beside, rule=method.rule)
             for collective in method.legal_collectives()
         ]
         return {lane.collective: digest(lane, world) for lane in lanes}
@@ -59,18 +67,25 @@ def digest(lane: Lane, world: World | None) -> str:
     return result.hexdigest()
 
 
-def _worker(member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
+def _worker(
+    member: Rank, methods: Sequence[tuple[str, Mapping[str, Any]]], carried: str
+) -> list[dict[str, str]]:
     """Run one of three processes."""
     from gcbench.training import engines
 
     world = engines.join(member, "cpu", 1, at_most=timedelta(minutes=2))
     try:
-        return [digests(registry.compressor(name, **options), world) for name, options in methods]
+        return [
+            digests(registry.compressor(name, **options), world, carried)
+            for name, options in methods
+        ]
     finally:
         world.close()
 
 
-def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, str]]:
+def in_processes(
+    methods: Sequence[tuple[str, Mapping[str, Any]]], carried: str = ""
+) -> list[dict[str, str]]:
     """Return `digests` of the methods (name, options), from three real processes.
 
     If the processes do not agree, the dict of the method has an "error".
@@ -80,7 +95,7 @@ def in_processes(methods: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[
         Interrupted: the user asked to stop.
     """
     try:
-        replicas = launch.in_processes(PROCESSES, 1, _worker, (list(methods),))
+        replicas = launch.in_processes(PROCESSES, 1, _worker, (list(methods), carried))
     except Interrupted:
         raise
     except GcbenchError as failure:

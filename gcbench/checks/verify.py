@@ -19,8 +19,8 @@ from gcbench.checks.adversary import Search, process_state
 from gcbench.checks.calls import FUNCTIONS, Covered
 from gcbench.checks.cases import Effort, effort_for
 from gcbench.checks.outcome import Outcome
-from gcbench.checks.processes import compared, digests, in_processes
-from gcbench.core import memory
+from gcbench.checks.processes import carried_by, compared, digests, in_processes
+from gcbench.core import memory, rule
 from gcbench.core.compressor import Compressor
 
 
@@ -59,18 +59,20 @@ def verify(
     """
     configurations = properties.chosen(name, options)
     if carried:
-        memory.check_legal(carried, configurations[0][1])
+        method = configurations[0][1]
+        memory.check_legal(carried, method)
+        rule.check_legal(method.rule, carried_by(method, carried), 1, method)
     expected = against.load(reference) if reference else None
     there: list[dict[str, str]] = []
     if processes:
         variants = [options] if options else properties.variants(name)
-        there = in_processes([(name, dict(each)) for each in variants])
+        there = in_processes([(name, dict(each)) for each in variants], carried)
     for number, (text, method) in enumerate(configurations):
         start, before = time.perf_counter(), process_state()
         rows = listed(method)
         if there:
             with threads_kept():
-                rows.append(compared(digests(method), there[number]))
+                rows.append(compared(digests(method, carried=carried), there[number]))
         search = searched(method, effort_for(method, first=not number), before)
         rows += search_rows(search)
         if not number:
@@ -99,11 +101,9 @@ def threads_kept() -> Iterator[None]:
 
 def _memory_rows(method: Compressor, carried: str) -> Sequence[Outcome]:
     """Return the rows of the memory beside a method: the one given, or the method's own."""
-    name = carried or method.memory
-    options = method.memory_options if name == method.memory else {}
     before = adversary.process_state()
     with threads_kept():
-        rows = memories.verify(memory.make(name, options), method)
+        rows = memories.verify(carried_by(method, carried), method)
     fault = ", ".join(adversary.changed_since(before))
     measured, verdict = (f"changes {fault}", "fails") if fault else ("0 faults", "holds")
     return [*rows, Outcome("memory: process", measured, "0 faults", verdict)]

@@ -14,7 +14,7 @@ import unusual
 from commands import invoke
 from wrong_methods import Levels, spread
 
-from gcbench.checks import cases, exchanges, memories, memory_steps, verify
+from gcbench.checks import cases, exchanges, memories, memory_steps, processes, verify
 from gcbench.core import memory, registry
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
@@ -633,6 +633,18 @@ def test_a_memory_fits_the_configuration_that_is_verified(monkeypatch):
     refused = invoke("verify", "mxfp8", "--set", "rounding=stochastic", *words)
     assert refused.code == 2
     assert "not contractive" in refused.err
+
+
+def test_processes_exchange_with_the_memory_that_is_verified():
+    """They used the method's own beside any --memory."""
+    method = registry.compressor("topk", ratio=0.1)
+    own = processes.digests(method)
+    assert processes.digests(method, carried=method.memory) == own
+    plain = processes.digests(method, carried="none")
+    assert all(plain[collective] != own[collective] for collective in own)
+    refused = invoke("verify", "onebitadam", "--memory", "momentum")
+    assert refused.code == 2
+    assert "Remove --memory" in refused.err
 
 
 SEEDED = """
