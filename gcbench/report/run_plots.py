@@ -167,6 +167,7 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
         axes.set_ylim(bottom=min(late) - 0.05 * (max(drawn) - min(late)))
     splits = " or ".join(sorted({run.judged_by for row in panel for run in row.runs}))
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", nbins=6)  # five digits each would touch
     axes.set_ylabel(f"{splits} accuracy (%)" if accuracy else f"{splits} loss")
     for line in bare if drawn else ():
         line.set_label(f"{line.get_label()} (no curve)")
