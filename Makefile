@@ -12,7 +12,7 @@ run: $(VENV)/installed
 	$(BIN)/gcbench compare
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
