@@ -638,10 +638,10 @@ def test_a_memory_fits_the_configuration_that_is_verified(monkeypatch):
 def test_processes_exchange_with_the_memory_that_is_verified():
     """They used the method's own beside any --memory."""
     method = registry.compressor("topk", ratio=0.1)
-    own = processes.digests(method)
-    assert processes.digests(method, carried=method.memory) == own
+    expected = processes.digests(method)
+    assert processes.digests(method, carried=method.memory) == expected
     plain = processes.digests(method, carried="none")
-    assert all(plain[collective] != own[collective] for collective in own)
+    assert all(plain[collective] != expected[collective] for collective in expected)
     refused = invoke("verify", "onebitadam", "--memory", "momentum")
     assert refused.code == 2
     assert "Remove --memory" in refused.err
