@@ -80,12 +80,11 @@ def add(
         before = report.setdefault(name, {}).get(cpu, {})
         hashes = sorted({*before.get("hashes", []), row["config_hash"]})
         differing = before.get("differing", [])
-        failed = "failed" in row
-        if row.get("params_sha256") != now.get("params_sha256") or failed != ("failed" in now):
+        if row.get("params_sha256") != now.get("params_sha256"):  # a failed run has none
             keys = ("config_hash", "compressor", "seed", "params_sha256")
             differing.append(
                 {key: row.get(key) for key in keys}
-                | {"now": now.get("params_sha256"), "failed": failed}
+                | {"now": now.get("params_sha256"), "failed": "failed" in row}
                 | {"commit": (now.get("provenance") or {}).get("commit")}
             )
         results = {"checked": len(hashes), "differing": differing, "hashes": hashes}

@@ -61,6 +61,7 @@ def verify(
     if carried:
         method = configurations[0][1]
         memory.check_legal(carried, method)
+        # Any number of fp32 steps but 0: a run sets it, and it is not checked here.
         rule.check_legal(method.rule, carried_by(method, carried), 1, method)
     expected = against.load(reference) if reference else None
     there: list[dict[str, str]] = []

@@ -239,11 +239,12 @@ def check_shared(name: str, memory: Memory, method: Compressor) -> None:
     """
     if name != method.memory:
         return
-    for field in method.memory_options.keys() & registry.fields(type(method)).keys():
+    fields = registry.fields(type(method))
+    for field in (each for each in method.memory_options if each in fields):
         value, expected = getattr(memory, field), getattr(method, field)
         if value != expected:
             raise UsageError(
                 f"memory {name!r} has {field}={value}, but {method!r} has {field}={expected}, and "
                 f"the update uses both. Set {field} in the method, which sets it in the memory: "
-                f"--set {field}={value}"
+                f"--set {field}={value}, or options={{{field!r}: {value}}}"
             )

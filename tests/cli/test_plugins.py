@@ -60,6 +60,22 @@ def test_a_plug_in_that_exits_is_no_success(
         assert not list((tmp_path / "runs").glob("*/summary.json"))
 
 
+def test_a_claim_that_raises_ends_a_run_before_its_training(tmp_path: Path) -> None:
+    """Its summary asked for the nominal bits, after the last step."""
+    path = method(tmp_path, encode="raise AssertionError('trained')")
+    claims = """
+
+class Claims(gcbench.Claims, of=Mine):
+    @property
+    def nominal_bits(self):
+        raise AssertionError("no bits")
+"""
+    path.write_text(path.read_text() + claims)
+    done = invoke(*RUN, "--compressor", path, "--results", tmp_path / "runs")
+    assert done.code == 1
+    assert "no bits" in done.err
+
+
 def test_two_files_of_one_name_are_two_methods_in_one_process(tmp_path: Path, forget) -> None:
     """Also where the file was edited: nothing of the first one may be used again."""
 
