@@ -159,6 +159,8 @@ def compare(
     changed = where or by or target or trials or columns or sort or label
     chosen = _load_suite(suite) if suite is not None else None
     groups = per_suite(runs, {} if chosen is None else {chosen.name: chosen.version})
+    if runs and not groups:
+        raise UsageError("all rows are of other versions of their suites; name other folders")
     groups = {name: reader.once(group) for name, group in groups.items()}
     labelled = [run for name, group in groups.items() if name for run in group]
     if suite is not None:
@@ -190,6 +192,9 @@ def compare(
             output.emit(f"\n{len(group)} runs of suite {name} not shown: add --suite {name}.")
             continue
         tested = not trials and any(not run.is_trial for run in group)
+        if name and not tested and not trials and len(groups) > 1:
+            reader.warn(f"suite {name}: only trials of learning rates; --trials shows them")
+            continue
         if name and tested:
             from gcbench.report import suite_match
 
@@ -215,6 +220,8 @@ def compare(
         if missing:
             say("\n  ".join(missing) if details else f"{missing[0]}: --details lists them")
         shown += rows
+    if not shown and not asked.conditions:
+        raise UsageError("no results here, only trials of learning rates; --trials shows them")
     if not shown:
         words = (f"{key}={','.join(values)}" for key, values in asked.conditions.items())
         raise UsageError(f"no row has all of {' and '.join(words)}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gcbench.commands import ANALYSES, RUNS, Json, Progress, Shown, end_with, print_json, say
+from gcbench.core.errors import UsageError
 
 
 def report(
@@ -50,6 +51,8 @@ def report(
     gc.freeze()  # the rows stay: looking for garbage among them would take seconds
     asked = [suites.load(name) for name in dict.fromkeys(suite or ())]
     groups = per_suite(contents.runs, {one.name: one.version for one in asked})
+    if contents.runs and not groups and not (contents.analyses or contents.timings):
+        raise UsageError("all rows are of other versions of their suites; name other folders")
     contents.runs = [run for group in groups.values() for run in group]
     beside = [suite_match.beside(one, contents.runs) for one in asked]
     observers: list[showing.Observer] = []

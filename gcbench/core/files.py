@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,41 @@ def check_regular(path: Path) -> None:
     """
     if is_special(path):
         raise _refused(path, path.stat().st_mode)
+
+
+def unreadable(error: OSError, path: Path) -> GcbenchError:
+    """Return the error for a file or folder that the system does not let be read."""
+    name = error.filename or path
+    return GcbenchError(
+        f"{name} cannot be read ({error.strerror}); change its permissions, or name other folders"
+    )
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield each folder below `folder` with the names of the folders and files in it.
+
+    As `os.walk`, whose lists may be changed, but the names of folders are sorted, links to folders
+    are followed unless they lead to a parent of `folder`, and each folder is visited once.
+
+    Raises:
+        GcbenchError: a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error, folder)
+
+    top = Path(os.path.realpath(folder))
+    visited = {str(top), *map(str, top.parents)}
+    for place, below, names in os.walk(folder, onerror=refuse, followlinks=True):
+        below[:] = sorted(name for name in below if _is_new(os.path.join(place, name), visited))
+        yield Path(place), below, names
+
+
+def _is_new(place: str, visited: set[str]) -> bool:
+    real = os.path.realpath(place)
+    is_new = real not in visited
+    visited.add(real)
+    return is_new
 
 
 def read_bytes(path: Path) -> bytes:

@@ -116,6 +116,8 @@ def _sources(runs: Sequence[Run], paths: Sequence[Path]) -> dict[str, bytes]:
                 title = f"{kind} {origin.get('distribution') or name}"
                 wanted.setdefault(str(origin["sha256"]), title)
         commands.setdefault(str(run.summary.provenance.get("command") or ""))
+    if missing := [str(path) for path in paths if not path.exists()]:
+        raise UsageError(f"--source {missing[0]}: no such file or folder; name one that exists")
     sources: dict[str, bytes] = {}
     candidates = list(_candidates(commands, wanted.values(), paths)) if wanted else []
     for digest, title in wanted.items():
@@ -126,6 +128,12 @@ def _sources(runs: Sequence[Run], paths: Sequence[Path]) -> dict[str, bytes]:
                 "name its file or folder with --source"
             )
         sources |= {f"{digest[:10]}/{name}": data for name, data in match.items()}
+    for path in paths:
+        if not any(_digest(one) in wanted for one in _of_place(path)):
+            raise UsageError(
+                f"--source {path}: the source of no plug-in of these runs; name the file or the "
+                "package that they were made with, or leave the flag out"
+            )
     return sources
 
 
@@ -148,12 +156,17 @@ def _candidates(
                 folders = spec.submodule_search_locations or [spec.origin or ""]
                 places += map(Path, filter(None, folders))
     for place in dict.fromkeys(places):
-        if place.is_file():
-            yield {place.name: files.read_bytes(place)}
-        elif place.is_dir():
-            every = sorted(path for path in place.rglob("*.py") if path.is_file())
-            yield {path.relative_to(place).as_posix(): files.read_bytes(path) for path in every}
-            yield from ({path.name: files.read_bytes(path)} for path in every)
+        yield from _of_place(place)
+
+
+def _of_place(place: Path) -> Iterator[dict[str, bytes]]:
+    """Yield the sources of a file; of a folder as a package, and of each file in it."""
+    if place.is_file():
+        yield {place.name: files.read_bytes(place)}
+    elif place.is_dir():
+        every = sorted(path for path in place.rglob("*.py") if path.is_file())
+        yield {path.relative_to(place).as_posix(): files.read_bytes(path) for path in every}
+        yield from ({path.name: files.read_bytes(path)} for path in every)
 
 
 def _digest(sources: Mapping[str, bytes]) -> str:

@@ -761,12 +761,21 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """Return the settings for conditions: config, and the fields of method and task."""
-    nested = ("options", "task_options", "memory_options")
-    options = {key: value for name in nested for key, value in (run.config.get(name) or {}).items()}
-    config = {key: value for key, value in run.config.items() if key not in nested}
-    settings = options | fields(run.summary) | config
-    return settings | {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
+    """Return the settings for conditions: config, and the fields of method, task and memory.
+
+    A field with the name of another setting is under its part's name too, such as `memory.decay`.
+    """
+    nested = {"compressor": "options", "task": "task_options", "memory": "memory_options"}
+    config = {key: value for key, value in run.config.items() if key not in nested.values()}
+    config |= {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
+    settings: dict[str, Any] = {}
+    for part, name in nested.items():
+        options = run.config.get(name) or {}
+        if part == "compressor":
+            options = {**options, **fields(run.summary)}
+        shadowed = {key for key in options if key in config or key in settings}
+        settings |= options | {f"{part}.{key}": options[key] for key in shadowed}
+    return settings | config
 
 
 def plugin_name(key: str, value: str) -> str:
@@ -792,7 +801,10 @@ def check(runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]) -> None:
         _check_setting(key, firsts)
         present = {text(settings_of(run).get(key)) for run in (runs if key == "seed" else firsts)}
         if missing := [value for value in values if plugin_name(key, value) not in present]:
-            raise unknown(key, ", ".join(missing), present)
+            others = {name for run in firsts for name in settings_of(run)} - {key}
+            alike = sorted(name for name in others if name.endswith(f".{key}"))
+            hint = f"Other settings of this name: {', '.join(alike)}." if alike else ""
+            raise unknown(key, ", ".join(missing), present, hint)
 
 
 def where(

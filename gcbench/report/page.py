@@ -7,7 +7,6 @@ which make it again. `gcbench.report.sections` makes its parts, `summary` its fi
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -140,11 +139,10 @@ _TAKEN = (
 
 
 def _analyses(folder: Path) -> Iterator[Path]:
-    for place, below, names in os.walk(folder):
-        below.sort()
+    for place, below, names in files.walk(folder):
         if HEAD in names:
             below.clear()
-            yield Path(place)
+            yield place
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -185,11 +185,13 @@ def _resolution_note(rows: Sequence[ComparisonRow]) -> str:
             "The metric is a loss, or the test set's size is unknown: intervals include only the "
             "noise between seeds."
         )
-    least = min(intervals.resolution(0.0, float(size)) for size in sizes[:1])
-    count = ends(sizes)
+    examples = sizes[0]
+    shares = (changed / examples for changed in range(1, examples + 1))
+    least = next((one for one in shares if intervals.resolution(one, float(examples)) < one), None)
+    below = "All differences" if least is None else f"Differences below {100 * least:.2g} points"
     return (
-        f"Test set: {count} examples, shared by all seeds. Differences below "
-        f"{100 * least:.2g} points are below its resolution and get no verdict."
+        f"Test set: {ends(sizes)} examples, shared by all seeds. {below} are below its resolution "
+        "and get no verdict."
     )
 
 

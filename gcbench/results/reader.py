@@ -6,7 +6,6 @@ import ast
 import gc
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.values import canonical
 from gcbench.results import rows as rowfiles
 from gcbench.results import sanitize
-from gcbench.results.run_folder import RUN_FILES
 from gcbench.results.schema import SCHEMA, Summary, WrongValueError
 from gcbench.results.settings import DEFAULTS
 
@@ -161,23 +159,25 @@ class Configurations:
     def of(self, summary: Summary) -> Configuration:
         """Return the configuration of a run.
 
-        Runs whose config is one object, as `rows.shared` yields it, are not compared again.
+        Runs whose config is one object, as `rows.shared` yields it, are not compared again. An id
+        identifies only what `checked` keeps alive: a new object may get that of a freed one.
         """
         resolved = tuple(getattr(summary, key) for key in _RESOLVED)
         plugins = canonical(summary.provenance.get("plugins") or "")
         named = (summary.compressor_name, summary.compressor, plugins)
         parts = (id(summary.config), *resolved, *named)
-        configuration = self.by_parts.get(parts)
+        is_shared = self.checked.get(parts[0]) is summary.config
+        configuration = self.by_parts.get(parts) if is_shared else None
         if configuration is None:
             config = DEFAULTS | recorded(summary)
             del config["seed"]
             rest = canonical([*named[:2], schedules(summary), sources(summary)])
             method = hashlib.sha256(f"{_identity(config)} {rest}".encode()).hexdigest()[:32]
             configuration = self.by_method.setdefault(method, Configuration(config, method))
-            if "seed" not in summary.config:  # shared, and so kept alive by its other runs
+            if is_shared:
                 self.by_parts[parts] = configuration
-                if summary.config == configuration.config:
-                    summary.config = configuration.config  # one object takes half of the memory
+            if "seed" not in summary.config and summary.config == configuration.config:
+                summary.config = configuration.config  # one object takes half of the memory
         return configuration
 
 
@@ -277,7 +277,9 @@ def _parse(
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(files.read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise files.unreadable(error, path) from error
+    except (ValueError, RecursionError) as error:
         raise GcbenchError(
             f"{path} cannot be read ({error}); delete it, or its run's folder, and run again"
         ) from error
@@ -334,14 +336,21 @@ def _read_rows(path: Path, configurations: Configurations, faults: Faults) -> It
 
 
 def _runs_in(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Yield the folders in a folder, and the names of files in them; None for a run's folder."""
-    for place, below, names in os.walk(folder):
-        below.sort()
-        if "summary.json" in names or any(name in names for name in RUN_FILES):
+    """Yield the folders in a folder, and the names of files in them; None for a run's folder.
+
+    Raises:
+        GcbenchError: one of them cannot be listed.
+    """
+    for place, below, names in files.walk(folder):
+        if "summary.json" in names or {*names} >= STARTED:
             below.clear()  # there are no runs inside a run's folder
-            yield Path(place), None
+            yield place, None
         else:
-            yield Path(place), sorted(names)
+            yield place, sorted(names)
+
+
+STARTED = {"config.json", "provenance.json"}
+"""What the folder of a run has from its start. Other programs have a `config.json`, too."""
 
 
 def row_files(folder: Path) -> list[Path]:
@@ -441,6 +450,8 @@ def load(
                 raise
             except GcbenchError as error:
                 wrong.append(error)
+            except OSError as error:
+                wrong.append(files.unreadable(error, place))
             if wrong and faults is None:
                 raise wrong[0]
         shown.step(len(places))

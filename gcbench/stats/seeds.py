@@ -109,16 +109,31 @@ def _to_target(run: Run, metric: str, target: float) -> dict[str, float | None]:
             continue
         if value >= target if metric == "accuracy" else value <= target:
             up, down = record.get("payload_bytes_up"), record.get("payload_bytes_down")
-            link = run.summary.communicate_modelled
             spent = {
                 "step": record["step"],
                 "payload_bytes": None if up is None or down is None else up + down,
                 "wire_bytes": record.get("wire_bytes"),
                 "seconds": record.get("seconds"),
-                "link_seconds": None if link is None else link.seconds * record["step"],
+                "link_seconds": _link_seconds(run, record),
             }
             return {f"target_{name}": spent[name] for name in SPENT}
     return dict.fromkeys(TARGET, math.inf) if curve else {}
+
+
+def _link_seconds(run: Run, record: Mapping[str, Any]) -> float | None:
+    """Return the modelled seconds up to an evaluation; None where they are not known.
+
+    Records without them are of earlier versions. The run's mean applies to one only if the steps
+    before it sent as much as those after it.
+    """
+    link, wire = run.summary.communicate_modelled, record.get("wire_bytes")
+    if link is None:
+        return None
+    if (seconds := record.get("link_seconds")) is not None:
+        return float(seconds)
+    expected = run.summary.wire_bytes.per_worker * record["step"] / run.summary.steps
+    is_even = wire is not None and math.isclose(wire, expected, rel_tol=0.01)
+    return link.seconds * record["step"] if is_even else None
 
 
 def per_run(runs: Sequence[Run], metrics: Mapping[str, str], target: float | None) -> DataFrame:

@@ -112,6 +112,15 @@ def test_the_source_of_an_installed_package_is_located_by_its_entry_point(
     assert sorted(names) == sorted(f"{bundle.SOURCES}{digest[:10]}/{name}" for name in sources)
 
 
+def test_a_source_that_does_not_exist_or_serves_nothing_is_refused(packed: Path) -> None:
+    (packed.parent / "helper.py").write_text("")
+    for name, reason in (("josé.py", "no such file"), ("helper.py", "of no plug-in")):
+        done = invoke("bundle", packed.parent / "runs", "-o", packed.parent / "y.zip",
+                      "--source", packed.parent, "--source", packed.parent / name)  # fmt: skip
+        assert (done.code, reason in done.err) == (2, True)
+    assert not (packed.parent / "y.zip").exists()
+
+
 def test_a_bundle_needs_a_zip_in_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "runs", *BASE)
     for output in (tmp_path / "x.tar", tmp_path / "none" / "x.zip"):

@@ -8,6 +8,9 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -330,11 +333,48 @@ def test_all_seeds_failed(tmp_path: Path) -> None:
 def test_unfinished_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "deep" / "er", summary())
     (tmp_path / "digits-x-half").mkdir()
-    (tmp_path / "digits-x-half" / "config.json").write_text("{}")
+    for name in ("config.json", "provenance.json"):
+        (tmp_path / "digits-x-half" / name).write_text("{}")
     assert len(load([tmp_path, tmp_path / "digits-x-half"])) == 1
     assert "1 unfinished run left out: digits-x-half" in capsys.readouterr().err
     with pytest.raises(GcbenchError, match="1 unfinished run and no finished one: digits-x-half"):
         load([tmp_path / "digits-x-half"])
+
+
+def test_runs_below_a_config_of_another_program_are_read(tmp_path: Path) -> None:
+    (write(tmp_path, summary()) / "config.json").write_text("{}")
+    assert len(load([tmp_path])) == 1
+
+
+def test_links_to_runs_are_followed_and_end(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", summary(), summary("x"))
+    (tmp_path / "picks").mkdir()
+    for run in (tmp_path / "elsewhere").glob("*x*"):
+        (tmp_path / "picks" / run.name).symlink_to(run)
+    (tmp_path / "picks" / "again").symlink_to(tmp_path / "picks")
+    (tmp_path / "picks" / "above").symlink_to(tmp_path)
+    (run,) = load([tmp_path / "picks"], repeated=True)
+    assert run.summary.compressor_name == "x"
+
+
+def test_what_may_not_be_read_is_no_empty_folder(tmp_path: Path) -> None:
+    """A process of its own gives up the rights of root, if it has them."""
+    place = write(tmp_path / "runs", summary(), summary("x"))
+    hidden, listed = sorted(place.iterdir())
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom gcbench.results.reader import load\n"
+        "if not os.geteuid():\n    os.seteuid(65534)\nload([Path(sys.argv[1])])"
+    )
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    for one, mode in ((hidden, 0o000), (listed, 0o444), (listed / "summary.json", 0o000)):
+        one.chmod(mode)
+        command = [sys.executable, "-c", code, str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        one.chmod(0o755)
+        assert "GcbenchError" in done.stderr, mode
+        assert f"{one} cannot be read" in done.stderr or f"{one}/" in done.stderr
+        assert "delete" not in done.stderr
 
 
 def test_a_run_found_twice_is_taken_once(
@@ -375,6 +415,41 @@ def test_my_copy_of_a_row_of_a_suite_leaves_it_in_the_suite(tmp_path: Path) -> N
     assert len(load([mine, reference])) == len(every) + len(copies)
     frame = gcbench.load_results(mine, reference)
     assert len(frame) == len(every)
+
+
+def test_rows_of_a_suite_without_a_result_leave_the_others(tmp_path: Path) -> None:
+    """Those of another version, and trials: alone they are refused, without a page or table."""
+    version = f"terngrad-table1/{suites.load('terngrad-table1').version}"
+    tried = summary("x", accuracy=None, validation_accuracy=0.5)
+    tried["config"] |= {"test": False, "holdout": 100}
+    for name, one, suite in (
+        ("older", summary("x"), "terngrad-table1/0"),
+        ("tried", tried, version),
+    ):
+        stored.write(tmp_path / f"{name}.parquet", [stored.row(one, [], suite)])
+        alone = invoke("compare", tmp_path / f"{name}.parquet")
+        assert (alone.code, alone.out) == (2, "")
+        assert "all of " not in alone.err
+    write(tmp_path / "runs", summary("mine"))
+    both = invoke("compare", tmp_path / "runs", tmp_path / "tried.parquet", "--columns", "accuracy")
+    assert (both.code, "mine" in both.out, "only trials" in both.err) == (0, True, True)
+    page = invoke("report", tmp_path / "older.parquet", "-o", tmp_path / "x.html")
+    assert (page.code, (tmp_path / "x.html").exists()) == (2, False)
+
+
+def test_the_note_on_the_test_set_has_the_least_difference_with_a_verdict(tmp_path: Path) -> None:
+    """Without noise among seeds; six of 360 examples, as in the exact test."""
+    for wrong, is_below in ((5, True), (6, False)):
+        runs = [
+            summary(name, seed, right / 360, test_examples=360)
+            for name, right in (("none", 300), ("x", 300 - wrong))
+            for seed in range(3)
+        ]
+        _, row = result = table(tmp_path / str(wrong), *runs)
+        text = render(result)
+        least = float(re.search(r"Differences below ([\d.]+) points", text)[1])
+        assert (100 * wrong / 360 < round(least, 1) - 0.05) == is_below
+        assert (row.difference_high >= 0) == is_below
 
 
 def test_an_accuracy_above_one_is_refused(tmp_path: Path) -> None:
@@ -951,6 +1026,23 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     assert "to 90" not in render(rows(list(result.values())))
     with pytest.raises(UsageError, match=r"--target 90: an accuracy in \(0, 1\] expected"):
         rows(list(result.values()), target=90)
+
+
+def test_modelled_seconds_to_a_target_are_those_of_the_steps_before_it(tmp_path: Path) -> None:
+    """Older records lack them: the mean of all steps serves where traffic was even, or nothing."""
+    link = {"seconds": 2.0, "link_gbit": 1.0, "link_latency_us": 0.0}
+    write(tmp_path, summary(communicate_modelled=link, wire_bytes={"per_worker": 700, "total": 0}))
+    (run,) = load([tmp_path])
+    steps = run.summary.steps
+    record = {"kind": "eval", "step": 20, "test_accuracy": 0.95, "test_loss": 0.1}
+    even = 700 * 20 / steps
+    for measured, seconds in (
+        ({"wire_bytes": even, "link_seconds": 90.0}, 90.0),
+        ({"wire_bytes": 4 * even}, None),
+        ({"wire_bytes": even}, 40.0),
+    ):
+        (row,) = rows([replace(run, curve=[{**record, **measured}], number=1)], target=0.9)
+        assert row.target_link_seconds == seconds
 
 
 def test_a_loss_is_met_from_above(tmp_path: Path) -> None:

@@ -57,6 +57,17 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return of
 
 
+def test_a_field_with_the_name_of_a_setting_is_one_too(drawn: Any) -> None:
+    def of(decay: float, ratio: float, accuracy: float) -> dict[str, Any]:
+        config = {"memory": "residual", "memory_options": {"decay": decay}, "decay": "loss"}
+        one = run("topk", 0, accuracy, 0.9, options={"ratio": ratio}, **config)
+        return {**one, "compressor": f"TopK(ratio={ratio})"}
+
+    runs = [of(0.5, 0.05, 0.5), of(0.5, 0.2, 0.6), of(0.9, 0.05, 0.7), of(0.9, 0.2, 0.8)]
+    assert [len(marks) for marks in drawn(runs, "ratio").values()] == [2, 2]
+    assert [len(marks) for marks in drawn(runs, "memory.decay").values()] == [2, 2]
+
+
 def test_a_mark_is_the_mean_over_seeds_with_its_interval(drawn: Any) -> None:
     runs = [
         run(name, seed, accuracy + seed / 100, momentum)

@@ -111,6 +111,21 @@ def test_equal_texts_of_rows_are_decoded_once(tmp_path: Path, monkeypatch) -> No
     assert count < 10
 
 
+def test_rows_with_unusual_text_have_their_settings(tmp_path: Path) -> None:
+    """Their configs are freed early, and Python gives the address of one to the next."""
+    stored = []
+    for number, one in enumerate(scale.stored(20, 3, "lr")):
+        command = f"gcbench run --compressor ./josé/mine.py --lr {number}"
+        one["provenance"] = {**one["provenance"], "command": command}
+        resolved = {key: one[key] for key in reader._RESOLVED}
+        lr = 0.01 * (number // 3 + 1)
+        one["config"] = {**reader.DEFAULTS, **one["config"], **resolved, "lr": lr}
+        stored.append(one)
+    rows.write(tmp_path / "rows.parquet", stored)
+    runs = reader.load([tmp_path / "rows.parquet"], repeated=True)
+    assert [run.config["lr"] for run in runs] == [one["config"]["lr"] for one in stored]
+
+
 def test_evaluations_are_compressed_and_decompressed_by_batch(tmp_path: Path, monkeypatch) -> None:
     stored = list(scale.stored(1, 50))
     rows.write(tmp_path / "rows.parquet", stored)
