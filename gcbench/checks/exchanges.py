@@ -279,25 +279,45 @@ def telescoping(method: Compressor) -> Measurement:
     return Measurement(f"{worst:.1e}, {longest} steps", "1e-2", worst < 1e-2)
 
 
-def buffers(method: Compressor) -> Measurement:
-    """State does not alias memory that is overwritten: buffers or gradients.
+OVERWRITTEN = -7.0
+"""What gradients and means are overwritten with: no encoder refuses it."""
 
-    Two exchanges run the same steps. One overwrites its buffers and gradients after each step; its
-    means and memories must have the same bits.
+
+class Overwriting(UpdateRule):
+    """The default rule, but it overwrites the mean that it received."""
+
+    def update(self, mean: Tensor, ctx: Context) -> Tensor:
+        """Return a copy of the mean."""
+        applied = mean.clone()
+        mean.fill_(OVERWRITTEN)
+        return applied
+
+
+def buffers(method: Compressor) -> Measurement:
+    """State does not alias memory that is overwritten: buffers or gradients."""
+    return overwritten(method, memory.of(method), method.rule, method.rule)
+
+
+def overwritten(
+    method: Compressor, carried: memory.Memory, rule: UpdateRule, second: UpdateRule
+) -> Measurement:
+    """Two exchanges run the same steps, with rules that return the same.
+
+    The second one overwrites its buffers and gradients after each step; its means and memories must
+    have the same bits.
     """
     wrong, done = [], 0
-    carried = memory.of(method)
     for collective in method.legal_collectives():
         steps = [[inputs.normal(N, 10 * step + rank) for rank in range(3)] for step in range(4)]
         copies = [[x.clone() for x in xs] for xs in steps]
-        means, left = exchange_steps(method, collective, steps, SHAPES, carried, method.rule)
-        others, right = exchange_steps(method, collective, copies, SHAPES, carried, method.rule)
+        means, left = exchange_steps(method, collective, steps, SHAPES, carried, rule)
+        others, right = exchange_steps(method, collective, copies, SHAPES, carried, second)
         for step, xs in enumerate(copies):
             mean = next(means)
             other = next(others).clone()
             right.buffers.fill(0xFF)
             for x in xs:
-                x.fill_(math.nan)
+                x.fill_(OVERWRITTEN)
             done += 1
             if not same(mean, other):
                 wrong.append(f"{collective}, step {step}")

@@ -461,6 +461,13 @@ def _replicas(carried: Memory, method: Compressor) -> str:
     return "" if ends[0] == ends[1] else "a second run of the same gradients has other means"
 
 
+def _overwritten(carried: Memory, method: Compressor) -> str:
+    """Buffers do not alias gradients, buffers of the exchange, or the mean that a rule receives."""
+    rules = UpdateRule(), exchanges.Overwriting()
+    result = exchanges.overwritten(method, carried, *rules)
+    return "" if result.holds else f"it aliases memory that is overwritten: {result.measured}"
+
+
 SKIPPED = "not declared: "
 CHECKS: Mapping[str, Callable[[Memory, Compressor], str]] = {
     "memory: buffers": _buffers,
@@ -475,6 +482,7 @@ CHECKS: Mapping[str, Callable[[Memory, Compressor], str]] = {
     "memory: equal gradients": _crowd,
     "memory: large inputs": _large,
     "memory: workers apart": _interleaved,
+    "memory: overwritten": _overwritten,
     "memory: learning rate": _rescaled,
     "memory: replicas": _replicas,
 }

@@ -79,7 +79,8 @@ class Steps:
             decoded = offered * share
             if carried.feedback:
                 carried.keep(offered, decoded.clone(), ctx)
-            results.append(rule.update(carried.apply(decoded, ctx), ctx).clone())
+            mean = carried.apply(decoded, ctx).clone()  # a rule may overwrite it
+            results.append(rule.update(mean, ctx).clone())
             results += [buffer.clone() for buffer in (*state.values(), *joint.values())]
         return results
 

@@ -155,7 +155,8 @@ def value(
     claims = calls.method.claims
     function = "decode(encode(x))"
     if claims.signs:
-        want = torch.where(x == 0, decoded.sign(), x.sign())
+        either = torch.where(decoded < 0, -1.0, 1.0)
+        want = torch.where(x == 0, either, x.sign())
         near(function, decoded, want, torch.zeros_like(want).double(), "its sign")
     if not claims.unbiased:
         return

@@ -729,7 +729,11 @@ class Exchange:
                 case other:
                     raise ValueError(f"collective {other!r}: expected {', '.join(COLLECTIVES)}")
         with self.clock.phase("decode"):
-            applied = lane.rule.update(lane.memory.apply(out, ctx), ctx)
+            applied = lane.memory.apply(out, ctx)
+            if not lane.rule.plain:
+                if applied is not out:  # a buffer of the memory, and the rule may overwrite it
+                    applied = out.copy_(applied)
+                applied = lane.rule.update(applied, ctx)
             if applied is not out:
                 out.copy_(applied)
 

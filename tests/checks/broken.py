@@ -30,6 +30,7 @@ from gcbench.checks import inputs
 from gcbench.core import registry
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import TILE, Compressor, Payload, Prepared, check_finite
+from gcbench.core.errors import PayloadError
 
 NONE = type(registry.compressor("none"))
 FFT = type(registry.compressor("fft"))
@@ -1141,6 +1142,35 @@ class HighVariance(Levels):
             return torch.where(x.abs() * TOP < top, 2 * variance, variance)
 
 
+class ZeroSigns(Compressor):
+    """Sends 0 for 0, in 2 bits, and claims to send +1 or -1."""
+
+    class claims(Claims):
+        signs = True
+        aggregate = "vote"
+
+        def aggregated(self, decoded, ctx):
+            total = torch.stack([one.double() for one in decoded]).sum(0)
+            return torch.where(total < 0, -1.0, 1.0).float()
+
+    def encode(self, x, ctx):
+        return ops.packing.pack((x.sign() + 1).int(), 2)
+
+    def decode(self, payload, ctx):
+        codes = ops.packing.unpack(payload.parts[0], 2, ctx.segments.numel)
+        if bool((codes > 2).any()):
+            raise PayloadError("a code is 3")
+        return (codes - 1).float()
+
+    def mean(self, payloads, ctx):
+        apart = ctx._replace(out=None)
+        votes = torch.stack([p.count * self.decode(p, apart) for p in payloads]).sum(0)
+        return torch.where(votes < 0, -1.0, 1.0)
+
+    def layout(self, segments, count=1):
+        return ((torch.int32, ops.packing.packed_words(segments.numel, 2)),)
+
+
 class SummedRounds(POWER):
     """Applies the sum over the workers, and claims nothing."""
 
@@ -1210,7 +1240,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
     "residuals": (ClippedResidual, ZeroGradient, CoarseResidual),
     "gradients that are not finite": (NanScales, NanMean, InfiniteSum, NanFeedback),
     "functions of one collective": (LateEntries,),
-    "claims": (GenerousDelta, HighVariance),
+    "claims": (GenerousDelta, HighVariance, ZeroSigns),
     "caches and the order of calls": (
         PlanByLength,
         PlanByNumber,

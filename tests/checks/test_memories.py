@@ -458,6 +458,24 @@ class LostMean(unusual.Differences):
         return mean
 
 
+class StoredGradient(unusual.TwoSteps):
+    """Stores the gradient itself, which its owner overwrites."""
+
+    def offer(self, gradient, ctx):
+        offered = super().offer(gradient, ctx)
+        ctx.state["previous"] = gradient
+        return offered
+
+
+class StoredMean(unusual.TwoMeans):
+    """Stores the mean itself, which the exchange and update rules overwrite."""
+
+    def apply(self, mean, ctx):
+        applied = super().apply(mean, ctx)
+        ctx.joint["previous"] = mean
+        return applied
+
+
 class PlainDense(unusual.Corrected):
     """Steps in fp32 have no momentum at all."""
 
@@ -539,6 +557,8 @@ def refused(check, carried, method):
         (FastMean, "memory: exact code"),
         (StaleMean, "memory: exact code"),
         (LostMean, "memory: exact code"),
+        (StoredGradient, "memory: overwritten"),
+        (StoredMean, "memory: overwritten"),
         (PlainDense, "memory: dense"),
         (OtherDense, "memory: dense"),
     ],
@@ -771,6 +791,16 @@ class Standardized(UpdateRule):
 def test_an_update_rule_must_be_finite():
     steps = memory_steps.Steps(memory.Memory(), Standardized(), registry.compressor("topk"))
     assert next(memory_steps.faults(steps)).startswith("one element")
+
+
+def test_large_inputs_are_run_as_the_engine_runs_them():
+    """A rule may overwrite the mean, which is EF21's estimate, and must not change the estimate."""
+    method, short = registry.compressor("topk"), memory_steps.series(40)
+    actual, want = (
+        memory_steps.Steps(Ef21(), rule, method).run(*short)
+        for rule in (exchanges.Overwriting(), UpdateRule())
+    )
+    assert memory_steps.alike(actual, want)
 
 
 class OddSigns(Signs):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -1016,6 +1017,37 @@ class OnlyVarianceBound(Levels):
             return 0.5 * float(LevelsClaims(self.codec).variance(x, ctx).sum())
 
 
+class ConstantOmega(Levels):
+    """Declares omega without a variance, and as of 64 elements for any number of them."""
+
+    class claims(Claims):
+        unbiased = True
+
+        def omega(self, segments):
+            return 64 / (4 * TOP**2)
+
+
+class ConstantBound(Levels):
+    """Declares the exact variance, and a bound that is right for up to 64 elements."""
+
+    class claims(LevelsClaims):
+        def variance_bound(self, x, ctx):
+            return 64 / (4 * TOP**2) * float(x.double().square().sum())
+
+
+class TightOmega(TERN):
+    """Right: TernGrad without clipping and without a variance; some x attain omega."""
+
+    def __init__(self):
+        super().__init__(clip=0.0)
+
+    class claims(Claims):
+        unbiased = True
+
+        def omega(self, segments):
+            return (math.sqrt(max(1, *segments.lengths, 1)) - 1) / 2
+
+
 class OneSided(Levels):
     """A segment without negative elements is sent without zeros; no variance is declared."""
 
@@ -1184,6 +1216,8 @@ WRONG = {
     ShiftedDraws: "independent noise",
     OppositeDraws: "independent noise",
     OnlyOmega: "variance",
+    ConstantOmega: "variance",
+    ConstantBound: "variance",
     OnlyVarianceBound: "variance",
     OneSided: "unbiased",
     NearestAmongOthers: "unbiased",
@@ -1399,6 +1433,10 @@ def test_errors_that_depend_on_each_other_are_no_fault(claims, name, draws, monk
     declared = getattr(claims, name)
     monkeypatch.setattr(claims, name, lambda self, x, ctx: 0.8 * declared(self, x, ctx))
     assert properties.run(Sketch(), "variance").verdict == "fails"
+
+
+def test_an_omega_that_is_attained_is_no_fault():
+    assert properties.run(TightOmega(), "variance").verdict == "holds"
 
 
 def test_noise_of_few_elements_is_not_compared():

@@ -270,6 +270,38 @@ class Corrected(Memory):
         return self
 
 
+@dataclass(frozen=True)
+class TwoSteps(Memory):
+    """The sum of this gradient and 0.9 times the previous one."""
+
+    buffers: ClassVar[tuple[str, ...]] = ("previous",)
+    has_momentum: ClassVar[bool] = True
+
+    def offer(self, gradient, ctx):
+        offered = gradient + 0.9 * ctx.state["previous"]
+        ctx.state["previous"] = gradient.clone()
+        return offered
+
+    def dense(self):
+        return self
+
+
+@dataclass(frozen=True)
+class TwoMeans(Memory):
+    """The sum of this mean and 0.9 times the previous one; the result is a buffer."""
+
+    joint: ClassVar[tuple[str, ...]] = ("previous", "applied")
+    has_momentum: ClassVar[bool] = True
+
+    def apply(self, mean, ctx):
+        torch.add(mean, ctx.joint["previous"], alpha=0.9, out=ctx.joint["applied"])
+        ctx.joint["previous"] = mean.clone()
+        return ctx.joint["applied"]
+
+    def dense(self):
+        return self
+
+
 class Alternating(Residual):
     """The residual waits at even steps."""
 
@@ -342,4 +374,7 @@ class SharedDitherClaims(Claims, of=SharedDither):
 
 
 METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps, Permuted, SharedDither)
-MEMORIES = (Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected, Alternating)
+MEMORIES = (
+    *(Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected, Alternating),
+    *(TwoSteps, TwoMeans),
+)

@@ -21,6 +21,7 @@ from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Key, Payload, Segments, fuses_feedback
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane
+from gcbench.core.rule import UpdateRule
 from gcbench.training.configuration import Config
 
 
@@ -379,6 +380,26 @@ def test_ef21_by_its_definition(simulated, clock, collective, eta):
             owners = torch.cat(carried(created, "owner")).double()
             assert float((applied + owners - local).abs().max()) < 1e-4
             assert float(owners.abs().max()) > 0.1
+
+
+@dataclass(frozen=True)
+class SignRule(UpdateRule):
+    """Overwrites the mean by its signs."""
+
+    def update(self, mean, ctx):
+        return mean.sign_()
+
+
+def test_an_update_rule_may_overwrite_the_mean_that_ef21_returns(simulated, clock):
+    """EF21 returns its estimate of the mean, which must remain the mean of all estimates."""
+    lane = Lane(Largest(), "allgather", 0, Segments.of([(700,)]), Ef21(), rule=SignRule())
+    clock.start_step()
+    created = Exchange(simulated(3), [lane], 0, clock)
+    for step, xs in enumerate(gradients(4, 3, 700)):
+        applied = created.mean(list(xs), step)
+        estimate = created.joint[0]["mean estimate"]
+        torch.testing.assert_close(estimate, torch.stack(carried(created, "estimate")).mean(0))
+        assert torch.equal(applied, estimate.sign())
 
 
 def test_ef21_converges_where_nothing_else_of_topk_does(simulated, clock):
