@@ -35,9 +35,10 @@ at a third and two thirds of the steps (in the paper when the error plateaus), w
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,12 @@ class Photos(Split):
     """Paths below `root`."""
     classes: tuple[str, ...]
     """Names of the classes, by number."""
+    sizes: tuple[int, ...]
+    """Sizes of the files, in bytes."""
+
+    def locations(self) -> Sequence[str]:
+        """Return the paths of the files below `root`."""
+        return self.files
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,18 @@ class ImageNet(Task):
             )
         return train, test
 
+    def fingerprint(self, data_dir: Path | None) -> str:
+        """Return the SHA-256 of every file's path, which contains its class, and size.
+
+        Raises:
+            GcbenchError: see `load`.
+        """
+        digest = hashlib.sha256()
+        for split in self.load(data_dir):
+            for name, size in zip(split.files, split.sizes, strict=True):
+                digest.update(os.fsencode(name) + f"\0{size}\0".encode())
+        return digest.hexdigest()
+
     def model(self) -> nn.Module:
         """Return the network for ImageNet's 1,000 classes, freshly initialized."""
         return self._network(1000)
@@ -213,7 +232,8 @@ class ImageNet(Task):
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise GcbenchError(
                 f"imagenet: {path} cannot be decoded ({error}): it is corrupt, truncated or not an "
-                "image. Download it again, or remove it from its folder"
+                "image. Download it again, or remove it from its folder; then start over with "
+                "--force"
             ) from error
         box = self._box(*photo.size, draws)
         photo = photo.resize((self.side, self.side), Image.Resampling.BILINEAR, box)
@@ -290,21 +310,22 @@ def _photos(root: Path, part: str) -> Photos:
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     if not classes:
         raise GcbenchError(f"imagenet: {folder} has no class folders; {_layout(root)}")
-    files: list[str] = []
+    photos: list[tuple[str, int]] = []
     targets: list[int] = []
     for number, name in enumerate(classes):
         paths = []
         with os.scandir(folder / name) as entries:
             for entry in entries:
                 if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
-                    if not entry.stat().st_size:
+                    size = entry.stat().st_size
+                    if not size:
                         raise GcbenchError(f"imagenet: {entry.path} is empty; download it again")
-                    paths.append(f"{part}/{name}/{entry.name}")
+                    paths.append((f"{part}/{name}/{entry.name}", size))
         if not paths:
             ends = ", ".join(ENDINGS)
             raise GcbenchError(f"imagenet: {folder / name} has no photographs ({ends})")
-        files += sorted(paths)
+        photos += sorted(paths)
         targets += [number] * len(paths)
-    return Photos(
-        torch.arange(len(files)), torch.tensor(targets), root, tuple(files), tuple(classes)
-    )
+    files, sizes = zip(*photos, strict=True)
+    places = torch.arange(len(files))
+    return Photos(places, torch.tensor(targets), root, files, tuple(classes), sizes)

@@ -156,6 +156,11 @@ def run(
         key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
     }
     if network is not None:
+        if "network" in options["task_options"]:
+            raise UsageError(
+                f"--network {network} and --task-set network=...: both set the task's network; "
+                "leave one of them out"
+            )
         options["task_options"]["network"] = grid.value(network)
     for key, value in settings.items():
         if key not in SET_FLAGS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -43,6 +43,10 @@ class Split:
     def select(self, indices: Tensor) -> Self:
         """Return the split of the examples at `indices`, int64 (m,), in that order."""
         return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
+
+    def locations(self) -> Sequence[str]:
+        """Return the names of the files that `inputs` are indices of; by default none."""
+        return ()
 
     def hold_out(self, count: int) -> tuple[Split, Split] | None:
         """Return a training split and a disjoint split of `count`, for examples that overlap.
@@ -92,6 +96,17 @@ class Task(ABC):
         Raises:
             GcbenchError: files are missing, truncated or have a wrong checksum.
         """
+
+    def fingerprint(self, data_dir: Path | None) -> str:
+        """Return a digest of the data that `load` would read, or "" (the default).
+
+        "" is for data that `load` itself checks, such as by a published digest. Runs record the
+        digest, and a run with another one is neither resumed nor skipped as finished.
+
+        Raises:
+            GcbenchError: see `load`.
+        """
+        return ""
 
     @abstractmethod
     def model(self) -> nn.Module:

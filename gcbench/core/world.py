@@ -260,7 +260,7 @@ class SimulatedWorld(World):
     """All workers in this process, on a few threads, with the same results as separate processes.
 
     Every worker uses `threads` threads inside an operation, so the bits do not depend on the number
-    of workers that run concurrently.
+    of workers that run concurrently. `close` restores the number of the calling thread.
     """
 
     def __init__(
@@ -268,6 +268,7 @@ class SimulatedWorld(World):
     ) -> None:
         self.size, self.ranks, self.device = size, range(size), device
         super().__init__(link)
+        self._threads_before = torch.get_num_threads()
         torch.set_num_threads(threads)
         self.pool = (
             ThreadPoolExecutor(
@@ -288,6 +289,7 @@ class SimulatedWorld(World):
     def close(self) -> None:  # noqa: D102
         if self.pool is not None:
             self.pool.shutdown()
+        torch.set_num_threads(self._threads_before)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         return tensor

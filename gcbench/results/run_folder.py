@@ -21,6 +21,7 @@ from gcbench.core import files
 from gcbench.core.errors import GcbenchError
 from gcbench.core.writing import explained, not_own, open_own, write_atomically
 from gcbench.results.schema import METRIC_COLUMNS, SCHEMA
+from gcbench.results.settings import DEFAULTS
 
 CAPTURES = "captures"
 """The folder of a run's captured gradients (`gcbench.training.captures`)."""
@@ -149,16 +150,23 @@ class RunFolder:
         """Return the provenance of the attempt that is being resumed; GcbenchError if damaged."""
         return self._object("provenance.json")
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether an earlier attempt left a checkpoint, maybe with another config."""
+        return any((self.folder / name).exists() for name in CHECKPOINTS)
+
     def can_resume(self, config: Mapping[str, Any]) -> bool:
-        """Return whether an earlier attempt with exactly this config left a checkpoint.
+        """Return whether an earlier attempt with this config left a checkpoint.
+
+        A setting that the earlier config lacks, because an older gcbench wrote it, has its default.
 
         Raises:
             GcbenchError: it did, but its config or provenance is damaged.
         """
-        if not any((self.folder / name).exists() for name in CHECKPOINTS):
+        if not self.has_checkpoint:
             return False
         self.read_provenance()
-        return self._object("config.json") == config
+        return DEFAULTS | self._object("config.json") == DEFAULTS | dict(config)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line to the metrics; it is in the file when this returns."""

@@ -115,7 +115,18 @@ SCALARS = (str, int, float, bool, type(None))
 CONFIG = {name: dict for name in ("options", "task_options", "memory_options")}
 PROVENANCE: Mapping[str, type] = {
     **dict.fromkeys(
-        ("started", "finished", "command", "commit", "backend", "python", "times", "source"), str
+        (
+            "started",
+            "finished",
+            "command",
+            "commit",
+            "backend",
+            "python",
+            "times",
+            "source",
+            "data",
+        ),
+        str,
     ),
     **dict.fromkeys(("versions", "machine", "objects", "plugins"), dict),
 }

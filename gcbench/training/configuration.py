@@ -66,6 +66,7 @@ class Config(Settings):
         }
         values = {**task.defaults(), **stages[max(stages)].recipe, **settings}
         values["task_version"] = task.version
+        values["task_options"] = {key: getattr(task, key) for key in task_options}
         if values.get("optimizer") == "muon":
             values |= {**MUON, **settings}
         # With the method's types, so that clip=2 and clip=2.0 are one config.
@@ -347,11 +348,16 @@ def _check_local_steps(
             "differences of parameters: use --momentum (inside a round) or --outer-momentum "
             "(between rounds), and --memory residual or none"
         )
-    if method.claims.aggregate != "mean" and "outer_lr" not in settings:
+    if _needs_outer_lr(method) and "outer_lr" not in settings:
         raise UsageError(
             f"{method!r} applies directions of length 1, not a mean, and local_steps would apply "
             "them to the parameters with --outer-lr 1: set --outer-lr, such as 0.001"
         )
+
+
+def _needs_outer_lr(method: Compressor) -> bool:
+    """Return whether local steps with this method have no default of `outer_lr`."""
+    return method.claims.aggregate != "mean"
 
 
 def _leave_momentum_to_memory(
@@ -405,11 +411,12 @@ def _one_line(error: ValidationError) -> str:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with a + if it has `changed_files`; None without one."""
-    head = _git("rev-parse", "HEAD")
-    if head is None:
+    """Return the checkout's commit, with a + if it has `changed_files`; None without git."""
+    try:
+        head = _git("rev-parse", "HEAD")
+        return None if head is None else head.strip() + ("+" if changed_files() else "")
+    except GitError:
         return None
-    return head.strip() + ("+" if changed_files() else "")
 
 
 def changed_files() -> list[str]:
@@ -417,6 +424,9 @@ def changed_files() -> list[str]:
 
     These are tracked files, and untracked ones in the folders of sources, without the files in
     `REFERENCE`, to which runs add rows.
+
+    Raises:
+        GitError: git cannot read the checkout.
     """
     status = _git(
         *("status", "--porcelain", "-z", "--no-renames", "--untracked-files=all"),
@@ -436,10 +446,17 @@ def require_clean(rows: Path, started: Mapping[str, Any] | None = None) -> None:
     `started`: the provenance of a run that was started before, maybe from another working tree.
 
     Raises:
-        UsageError: the message names the files, or the commit at which the run was started.
+        UsageError: the message names the files, or the commit at which the run was started, or
+            states why git cannot name them.
     """
     if rows.resolve().parent != CHECKOUT / REFERENCE:
         return
+    checkout = (CHECKOUT / ".git").exists()
+    if checkout and started is not None and started.get("commit") is None:
+        raise UsageError(
+            f"--rows {rows}: reference rows need a committed checkout, and this run has no "
+            "recorded commit. Add --force to run it again, or add the row to another file"
+        )
     origin = str((started or {}).get("commit"))
     if origin.endswith("+"):
         raise UsageError(
@@ -447,7 +464,14 @@ def require_clean(rows: Path, started: Mapping[str, Any] | None = None) -> None:
             f"with uncommitted changes to {origin[:10]}. Add --force to run it again, or add the "
             "row to another file"
         )
-    if not (files := changed_files()):
+    try:
+        files = changed_files()
+    except GitError as error:
+        raise UsageError(
+            f"--rows {rows}: reference rows need a committed checkout, and git cannot read "
+            f"{CHECKOUT}: {error}. Make `git status` work there, or add the rows to another file"
+        ) from error
+    if not files:
         return
     named = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     raise UsageError(
@@ -464,16 +488,26 @@ SOURCES = frozenset({"gcbench", "compressors", "tasks", "cuda"})
 """Folders of the checkout in which an untracked file may change results."""
 
 
+class GitError(GcbenchError):
+    """git is not installed, or refuses the checkout; the message is git's."""
+
+
 def _git(*words: str) -> str | None:
-    """Return git's output for the checkout; None without a checkout, or if git fails."""
+    """Return git's output for the checkout; None without a checkout.
+
+    Raises:
+        GitError: git fails.
+    """
     if not (CHECKOUT / ".git").exists():
         return None
     try:
         done = subprocess.run(
             ["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=True
         )
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    except OSError as error:
+        raise GitError(str(error)) from error
+    except subprocess.CalledProcessError as error:
+        raise GitError(" ".join(error.stderr.split())[:300]) from error
     return done.stdout
 
 
@@ -534,8 +568,14 @@ def check_limits(config: Config) -> None:
         limits.check_workers(config.workers, processes=spawned, cores=cores())
 
 
-def provenance(config: Config) -> dict[str, Any]:
-    """Return where, when and with what a run was started."""
+def provenance(config: Config, data_dir: Path | None = None) -> dict[str, Any]:
+    """Return where, when and with what a run was started.
+
+    `data_dir`: the folder that its task reads (`Task.load`).
+
+    Raises:
+        GcbenchError: the task cannot read its data.
+    """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(config),
@@ -546,6 +586,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "objects": objects(config),
         **({"plugins": origins} if (origins := plugins(config)) else {}),
         **({"source": digest} if (digest := source(config)) else {}),
+        **({"data": data} if (data := config.make_task().fingerprint(data_dir)) else {}),
         "threads": threads_per_worker(config),
         "python": sys.executable.rsplit("/", 1)[-1],
     }
@@ -600,6 +641,7 @@ def command(config: Config) -> str:
     """Return the `gcbench run` command that repeats a run, without flags at their defaults."""
     task = config.make_task()
     method = config.make_compressor()
+    last = config.make_compressor(max(schedule.starts(config.options)))
     usual = {
         **task.defaults(),
         **config.make_compressor(config.steps - 1).recipe,
@@ -608,6 +650,7 @@ def command(config: Config) -> str:
         "collective": method.legal_collectives()[0],
         "memory": method.memory,
         "memory_options": method.memory_options if config.memory == method.memory else {},
+        **({"outer_lr": None} if config.local_steps and _needs_outer_lr(last) else {}),
     }
     method_word = registry.spec(config.compressor)
     words = ["gcbench", "run", "--task", config.task, "--compressor", method_word]

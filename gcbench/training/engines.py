@@ -31,7 +31,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from gcbench.core.errors import DivergedError, GcbenchError, PeerLostError, UsageError
+from gcbench.core.errors import (
+    DivergedError,
+    GcbenchError,
+    Interrupted,
+    PeerLostError,
+    UsageError,
+)
 from gcbench.core.world import (
     ROLL_CALL_SECONDS,
     DistributedWorld,
@@ -55,13 +61,19 @@ def _stop_on_signals(*, managed: bool) -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a flag, which the yielded function returns.
 
     A second signal has its usual effect, except in a `managed` worker: torchrun repeats the
-    terminal's signal, and the launcher decides when to kill workers.
+    terminal's signal, and the launcher decides when to kill workers. An ignored signal (nohup, or
+    a script's background job) stays ignored, except SIGTERM in a `managed` worker, by which the
+    launcher asks it to stop.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     asked: list[int] = []  # an Event's lock would block a signal that interrupts its handler
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if before[signal.SIGINT] == signal.SIG_IGN:
+        del before[signal.SIGINT]
+    if before[signal.SIGTERM] == signal.SIG_IGN and not managed:
+        del before[signal.SIGTERM]
     try:
 
         def handle(number: int, frame: object) -> None:
@@ -101,7 +113,12 @@ def without_compiler() -> Iterator[None]:
 
 
 def _fit(config: Config, world: World, run: Run, options: Options, *, managed: bool) -> None:
-    """Train the workers of this process; worker 0's process finishes the run."""
+    """Train the workers of this process; worker 0's process finishes the run.
+
+    Raises:
+        Interrupted: the user interrupted the run; after the last step it is finished nevertheless.
+        GcbenchError: a step failed.
+    """
     try:
         with _stop_on_signals(managed=managed) as stop, without_compiler():
             kind = DdpTrainer if config.engine == "ddp" else Trainer
@@ -116,6 +133,8 @@ def _fit(config: Config, world: World, run: Run, options: Options, *, managed: b
     finished = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     summary["provenance"] = {**run.read_provenance(), "finished": finished}
     run.finish(summary)
+    if not managed and stop():
+        raise Interrupted("stopped after the last step; the run is finished")
 
 
 def _cause(world: World, error: GcbenchError) -> GcbenchError:

@@ -6,11 +6,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_origin
 
 from gcbench.core import registry, settings_file
-from gcbench.core.errors import UsageError, unknown
+from gcbench.core.errors import GcbenchError, UsageError, unknown
 from gcbench.results.settings import DEFAULTS, Settings
 from gcbench.training import limits
 from gcbench.training.configuration import READERS, Config
@@ -240,9 +241,10 @@ def _check_owned(key: str, fields: Fields, owners: Mapping[str, Mapping[str, Any
         here = ", ".join(sorted(owners) if kind == "memory" else owners)
         every = {name for each in owners.values() for name in each}
         if kind == "memory":
-            memories = {
-                name: registry.fields(registry.memory_class(name)) for name in registry.memories()
-            }
+            memories = {}
+            for name in registry.memories():
+                with suppress(GcbenchError):  # a plug-in that cannot be loaded is not recommended
+                    memories[name] = registry.fields(registry.memory_class(name))
             if having := sorted(name for name, each in memories.items() if field in each):
                 raise UsageError(
                     f"memory {here} has no field {field!r}; {' and '.join(having)} do: "

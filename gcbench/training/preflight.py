@@ -41,7 +41,7 @@ def facts(config: Config) -> dict[str, str]:
 
 
 def digest(*splits: Split | None) -> str:
-    """Return the SHA-256 of the splits' inputs and targets, ignoring splits that are None."""
+    """Return the SHA-256 of the splits' inputs, targets and names of files; None is ignored."""
     total = hashlib.sha256()
     for split in splits:
         for tensor in () if split is None else (split.inputs, split.targets):
@@ -49,6 +49,8 @@ def digest(*splits: Split | None) -> str:
             data = tensor.detach().cpu().contiguous().view(-1)
             if data.numel():
                 total.update(data.view(torch.uint8).numpy().data)
+        names = () if split is None else split.locations()
+        total.update("".join(f"{name}\0" for name in names).encode(errors="surrogateescape"))
     return total.hexdigest()
 
 

@@ -31,11 +31,13 @@ def _origin(origin: Mapping[str, str] | None) -> str:
     return f"{name} (source {origin['sha256'][:10]})"
 
 
-def check_objects(config: Config, run: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a stored run of this config if defaults, or a plug-in, have changed since.
+def check_objects(
+    config: Config, run: Mapping[str, Any], folder: Path, data_dir: Path | None = None
+) -> None:
+    """Refuse a stored run of this config if defaults, a plug-in, or its data have changed since.
 
     `run`: its summary, or an unfinished run's provenance under that key. `folder`: its folder, or
-    the file with its row.
+    the file with its row. `data_dir`: the folder that its task reads now.
 
     Raises:
         GcbenchError: the same config would or might give another result now.
@@ -65,6 +67,14 @@ def check_objects(config: Config, run: Mapping[str, Any], folder: Path) -> None:
             raise GcbenchError(
                 f"{folder} was made with another {kind}: {_origin(before.get(kind))} in the run, "
                 f"{_origin(present)} now. {remedy}"
+            )
+    if recorded := provenance.get("data"):
+        data = config.make_task().fingerprint(data_dir)
+        if data != recorded:
+            raise GcbenchError(
+                f"{folder} was made with other data than --data-dir {data_dir} has now: digest "
+                f"{text(recorded):.10} in the run, {data:.10} now. Use the former --data-dir with "
+                f"the same files. Or {remedy[0].lower()}{remedy[1:]}"
             )
 
 

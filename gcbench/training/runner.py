@@ -72,6 +72,8 @@ class Runner:
     """The hashes of configs to repeat by `force`, of which a file still has the earlier row."""
     flagged: set[str] = field(default_factory=set, init=False)
     """Printed messages about runs whose update rule differs from their method's."""
+    finished: set[str] = field(default_factory=set, init=False)
+    """The hashes of the configs whose runs this runner has finished."""
     after: int = field(default=0, init=False)
     """The total steps of the remaining runs."""
 
@@ -186,7 +188,7 @@ class Runner:
             try:
                 if config.hash in stored:
                     summary, path = stored[config.hash]
-                    resume.check_objects(config, summary, path)
+                    resume.check_objects(config, summary, path, self.data_dir)
                     if leads:
                         if not trial:
                             self._check_captured(config, path)
@@ -200,7 +202,8 @@ class Runner:
                     done.append(dict(summary))
             except Interrupted as stopped:
                 if leads:
-                    self._explain_interruption(stopped, config, count - number + 1, tuned=tuned)
+                    left = count - number + (config.hash not in self.finished)
+                    self._explain_interruption(stopped, config, left, tuned=tuned)
                 raise
             except GcbenchError as error:
                 summary = {"failed": {"reason": str(error)}}
@@ -245,7 +248,7 @@ class Runner:
         run = Run(self.results / config.run_name)
         finished = None if self.force else run.summary
         if finished is not None and finished.get("schema") == SCHEMA:
-            resume.check_objects(config, finished, run.folder)
+            resume.check_objects(config, finished, run.folder, self.data_dir)
             if missing := self.capture.missing(run) if self.capture and leads else []:
                 raise captures.missed(config.run_name, missing)
             if leads:
@@ -278,6 +281,12 @@ class Runner:
                 run.finish(configuration.failed(config, run, error))
                 self._add_row(run, run.summary or {})
                 raise
+            except Interrupted:
+                if (summary := run.summary) is not None:  # interrupted after the last step
+                    self.finished.add(config.hash)
+                    self._add_row(run, summary)
+                run.remove_unless_begun()
+                raise
             except BaseException:
                 run.remove_unless_begun()
                 raise
@@ -289,8 +298,15 @@ class Runner:
 
     def _prepare(self, config: Config, run: Run, place: str) -> int | None:
         """Prepare the folder of a run; return the threads per worker if it resumes, else None."""
-        if self.force or not run.can_resume(config.model_dump(mode="json")):
-            run.start(config.model_dump(mode="json"), configuration.provenance(config))
+        settings = config.model_dump(mode="json")
+        if self.force or not run.can_resume(settings):
+            if run.has_checkpoint and not self.force:
+                _say(
+                    f"{place} {config.run_name}: its checkpoint was written with other settings, "
+                    "so the run starts over at step 0"
+                )
+            provenance = configuration.provenance(config, self.data_dir)
+            run.start(settings, provenance)
             carried = "" if config.memory == "none" else f", memory {config.memory}"
             _say(
                 f"{place} {config.run_name}: {config.make_compressor()!r}, "
@@ -301,7 +317,7 @@ class Runner:
             return None
         provenance = run.read_provenance()
         self._require_clean(provenance)
-        resume.check_objects(config, {"provenance": provenance}, run.folder)
+        resume.check_objects(config, {"provenance": provenance}, run.folder, self.data_dir)
         threads = resume.threads_to_resume(config, provenance, run.folder)
         original = ""
         if threads != configuration.threads_per_worker(config):
@@ -371,7 +387,8 @@ class Runner:
             command, flag = "the same torchrun command", "--force"
         if self.force and flag:
             command += f" without {flag}"
-        _say(f"{left} run(s) left. Continue with: {command}")
+        verb = "Continue" if left else "Show the results"
+        _say(f"{left} run(s) left. {verb} with: {command}")
         existing = {name for name, path in self.stale.items() if path.exists()}
         if stale := existing | self.stale_rows:
             _say(

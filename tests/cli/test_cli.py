@@ -489,6 +489,22 @@ def test_a_checkpoint_of_something_else(run, interrupted, state):
     refused(run(*LONGER), 1, "does not match this run", "--force")
 
 
+def test_a_checkpoint_of_an_older_gcbench(run, interrupted):
+    """A setting that is missing there has its default; with another value the run starts over."""
+    path, steps = interrupted / "config.json", []
+    config = json.loads(path.read_text())
+    for stored in ({**config, "hook": "torch"}, {k: config[k] for k in config if k != "hook"}):
+        copy = Path(shutil.copytree(interrupted, interrupted.with_name("copy")))
+        path.write_text(json.dumps(stored))
+        done = run(*LONGER)
+        assert done.code == 0
+        assert "checkpoint" in done.err
+        steps.append("starts over at step 0" in done.err)
+        shutil.rmtree(interrupted)
+        copy.rename(interrupted)
+    assert steps == [True, False]
+
+
 def test_a_folder_that_another_process_writes(run, tmp_path):
     assert run().code == 0
     (folder,) = tmp_path.iterdir()

@@ -7,7 +7,9 @@ import io
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +29,7 @@ from gcbench.core.compressor import Key
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.task import Split
 from gcbench.results import reader
-from gcbench.training import sinks
+from gcbench.training import preflight, sinks
 from gcbench.training.configuration import Config
 from gcbench.training.dropout import Dropout, set_dropout_key
 from gcbench.training.store import Run
@@ -347,6 +349,61 @@ def damaged(kind: str) -> bytes:
     if kind == "no picture":
         return b"<html>not found</html>"
     return whole[: len(whole) // 2]
+
+
+def test_the_fingerprint_is_that_of_names_and_sizes(tree: Tree, tmp_path: Path) -> None:
+    data = tree()
+    digests = [task().fingerprint(data)]
+    copied = Path(shutil.copytree(data / "imagenet", tmp_path / "copy" / "imagenet"))
+    assert task("resnet50").fingerprint(copied.parent) == digests[0]
+    renamed = copied / "train" / "n2" / "2.JPEG"
+    renamed.rename(renamed.with_name("9.JPEG"))
+    digests.append(task().fingerprint(copied.parent))
+    with (copied / "val" / "n10" / "0.JPEG").open("ab") as file:
+        file.write(b"\0")
+    digests.append(task().fingerprint(copied.parent))
+    (copied / "train" / "n2" / "1.JPEG").unlink()
+    digests.append(task().fingerprint(copied.parent))
+    assert len({*digests}) == 4
+    assert registry.task("digits").fingerprint(None) == ""
+    train, _ = task().load(data)
+    other = replace(train, files=tuple(reversed(train.files)))
+    assert preflight.digest(train, None) != preflight.digest(other, None)
+
+
+def test_a_run_is_tied_to_its_photographs(tree: Tree, tmp_path: Path, monkeypatch) -> None:
+    """It is neither skipped nor resumed with others, which are other examples or another order."""
+
+    def network(self, classes):
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, classes))
+
+    monkeypatch.setattr(imagenet.ImageNet, "_network", network)
+    data, rows = tree(), tmp_path / "rows.parquet"
+    other = Path(shutil.copytree(data / "imagenet", tmp_path / "other" / "imagenet"))
+    (other / "train" / "n2" / "1.JPEG").unlink()
+    words = ("run", "--task", "imagenet", "--task-set", "side=64", "--batch", 2, "--workers", 1)
+    words += ("--steps", 2, "--progress", "none", "--results", tmp_path / "runs")
+
+    def run(folder: Path, *more: object) -> Any:
+        return invoke(*words, "--data-dir", folder, *more)
+
+    def refused(folder: Path, *more: object) -> None:
+        done = run(folder, *more)
+        assert done.code == 1
+        assert "--data-dir" in done.err
+        assert "--force" in done.err
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_pause", lambda *_: "stop")
+        assert run(data).code == 130
+    refused(other.parent)
+    done = run(data, "--rows", rows, "--json")
+    assert "resuming from checkpoint" in done.err
+    assert done.json["provenance"]["data"] == task().fingerprint(data)
+    assert "skipped" in run(data).err
+    refused(other.parent)
+    refused(other.parent, "--rows", rows, "--results", tmp_path / "elsewhere")
+    assert run(other.parent, "--force").code == 0
 
 
 @pytest.mark.parametrize("kind", ["cut jpeg", "cut png", "no picture"])

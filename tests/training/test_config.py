@@ -11,8 +11,8 @@ import pytest
 
 import gcbench
 from gcbench import cli
-from gcbench.core import settings_file
-from gcbench.core.errors import UsageError
+from gcbench.core import registry, settings_file
+from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.ops import cuda
 from gcbench.results import settings
 from gcbench.training import configuration, grid
@@ -229,6 +229,7 @@ COMMANDS = [
     "--local-steps 5 --outer-lr 0.7 --outer-momentum 0.9 --outer-nesterov",
     "--compressor fp16 --engine ddp --hook torch --bucket-mb 0.5",
     "--compressor topk --memory loco --memory-set beta=0.5",
+    "--compressor dlion --memory none --local-steps 5 --outer-lr 1",
     "--optimizer muon",
     "--task shakespeare --optimizer muon --momentum 0 --no-nesterov",
 ]
@@ -297,6 +298,7 @@ BAD = {
     "--compressor none --set clip=2": "unknown field of compressor none: 'clip'",
     "--task-set netwrk=conv": "unknown field of task digits: 'netwrk'. Did you mean 'network'?",
     "--network resnet": "unknown network 'resnet'",
+    "--network conv --task-set network=mlp": "leave one of them out",
     "--set clip": "--set 'clip': expected NAME=VALUE",
     "--set clip=1 --set clip=2": "clip=1,2",
     "--set clip=abc": "clip='abc': input should be a valid number",
@@ -427,6 +429,21 @@ def test_equal_options_are_one_config():
     two = Config.make({"compressor": "terngrad", "options": {"clip": 2}})
     assert two.options == {"clip": 2.0}
     assert two.hash == Config.make({"compressor": "terngrad", "options": {"clip": 2.0}}).hash
+    (noisy,) = parse("gcbench run --task quadratic --task-set noise=2,2.0")
+    assert type(noisy.task_options["noise"]) is float
+    (photos,) = parse("gcbench run --task imagenet --task-set folder=2012")
+    assert photos.task_options == {"folder": "2012"}
+    assert parse(configuration.command(photos)) == [photos]
+
+
+def test_a_memory_that_cannot_be_loaded_hides_no_other(monkeypatch):
+    def load():
+        raise GcbenchError("'broken' of the package somebodys cannot be loaded")
+
+    entry = registry.Entry("broken", "somebodys", load)
+    monkeypatch.setitem(registry.memories(), "broken", entry)
+    with pytest.raises(UsageError, match=r"no field 'decay'; forced-residual and residual do"):
+        parse("gcbench run --memory-set decay=0.5")
 
 
 def test_a_missing_backend_is_an_error_with_the_reason(monkeypatch):

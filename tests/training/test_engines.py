@@ -25,6 +25,7 @@ from gcbench.core.errors import DivergedError, GcbenchError, Interrupted, PeerLo
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import DistributedWorld, Link, SimulatedWorld
 from gcbench.integrations import hook_world
+from gcbench.results import rows
 from gcbench.training import engines, launch, rank
 from gcbench.training.configuration import Config
 from gcbench.training.rank import Rank
@@ -484,6 +485,53 @@ def test_the_second_signal_acts_as_usual(sign):
         os.kill(os.getpid(), sign)  # the launcher repeats what the terminal sent to all
         assert asked()
     assert signal.getsignal(sign) is before
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_last_evaluation_stops_the_grid(tmp_path, monkeypatch, sign):
+    """The run that it interrupts is finished, with its row; the next one does not start."""
+    file, runs = tmp_path / "rows.parquet", tmp_path / "runs"
+    words = ("run", "--task", "quadratic", "--steps", 2, "--seed", "0,1", "--rows", file)
+    words += ("--results", runs, "--progress", "none")
+    evaluate = Trainer.evaluate
+
+    def interrupted(self, **options):
+        os.kill(os.getpid(), sign)
+        return evaluate(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", interrupted)
+        done = invoke(*words)
+    assert (done.code, len(list(runs.glob("*/config.json")))) == (130, 1)
+    assert "1 run(s) left" in done.err
+    assert [one["seed"] for one in rows.read(file)] == [0]
+    assert [one["seed"] for one in invoke(*words, "--json").json] == [0, 1]
+    assert [one["seed"] for one in rows.read(file)] == [0, 1]
+
+
+def test_an_ignored_signal_stays_ignored():
+    """As in a background job of a script; only a worker's launcher uses SIGTERM itself."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        for managed in (False, True):
+            with engines._stop_on_signals(managed=managed) as asked:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert not asked()
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert asked() == managed
+            assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_closed_world_restores_the_number_of_threads():
+    before = torch.get_num_threads()
+    world = SimulatedWorld(2, torch.device("cpu"), Link(10, 50), before + 1, 1)
+    assert torch.get_num_threads() == before + 1
+    world.close()
+    assert torch.get_num_threads() == before
 
 
 # -- faults ----------------------------------------------------------------------------------------

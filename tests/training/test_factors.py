@@ -372,6 +372,25 @@ def test_reference_rows_come_from_a_clean_tree(tmp_path: Path, monkeypatch) -> N
     configuration.require_clean(reference / "main.parquet")
 
 
+@pytest.mark.parametrize("fault", ["no git", "no repository"])
+def test_reference_rows_need_a_git_that_works(tmp_path: Path, monkeypatch, fault: str) -> None:
+    """Without it an ordinary run has no commit, and a dirty tree is not detected."""
+    monkeypatch.setattr(configuration, "CHECKOUT", tmp_path)
+    (tmp_path / ".git").mkdir()
+    if fault == "no git":
+        monkeypatch.setenv("PATH", "")
+    path = tmp_path / "results" / "reference" / "main.parquet"
+    with pytest.raises(UsageError, match=r"git.*main\.parquet|main\.parquet.*git"):
+        configuration.require_clean(path)
+    configuration.require_clean(tmp_path / "mine.parquet")
+    started = configuration.provenance(Config.make({"task": "quadratic"}))
+    assert started["commit"] is None
+    monkeypatch.setattr(configuration, "changed_files", list)
+    with pytest.raises(UsageError, match="commit"):
+        configuration.require_clean(path, started)
+    configuration.require_clean(path, started | {"commit": "0123456789ab"})
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_run_of_an_unclean_tree_gives_no_reference_row(
     tmp_path: Path, monkeypatch, finished: bool
