@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -33,6 +34,8 @@ OTHERS = {
 """Kind of distribution -> why it cannot have a hook, and what to call instead."""
 _hooks: WeakKeyDictionary[Accelerator, list[tuple[ref[CommHook], list[Any]]]] = WeakKeyDictionary()
 """Accelerator -> its hooks, each with its own file in a checkpoint, and the handles for that."""
+_loaded: WeakSet[Accelerator] = WeakSet()
+"""Accelerators that loaded a checkpoint without a hook, since this module was imported."""
 
 
 def compress(
@@ -74,10 +77,10 @@ def compress(
     ddp = checked(accelerator, model)
     hook = frameworks.make(compressor, options, optimizer, accelerator.scaler)
     followed = hook._rates.optimizers
-    if any(each.state for each in followed):
+    if accelerator in _loaded or any(each.state for each in followed):
         warnings.warn(
-            "the optimizer ran steps before compress was called, so residuals start empty. "
-            "To resume a job, call compress before load_state",
+            "the optimizer ran steps or loaded a state before compress was called, so residuals "
+            "start empty. To resume a job, call compress before load_state",
             stacklevel=2,
         )
     hook.register(ddp)
@@ -85,6 +88,23 @@ def compress(
     if log_every:
         _log(accelerator, hook, followed[-1], log_every)
     return hook
+
+
+def _record_loads() -> None:
+    """Let `Accelerator.load_state` record the accelerator, which does not show it otherwise."""
+    original = Accelerator.load_state
+
+    @functools.wraps(original)
+    def load_state(self: Accelerator, *args: Any, **options: Any) -> Any:
+        result = original(self, *args, **options)
+        if self not in _hooks:
+            _loaded.add(self)
+        return result
+
+    Accelerator.load_state = load_state
+
+
+_record_loads()
 
 
 def checked(accelerator: Accelerator, model: nn.Module) -> DistributedDataParallel:

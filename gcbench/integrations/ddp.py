@@ -49,6 +49,7 @@ from gcbench.integrations.hook import (
     RankState,
     compressed,
     key_of,
+    observe_loads,
     traffic_of,
 )
 from gcbench.integrations.hook_world import HookWorld
@@ -207,6 +208,8 @@ class CommHook(Hook):
         self._in_backward = False
         """Whether a backward pass has passed on a bucket and has not ended."""
         self._warned_new = False
+        self._load_handle: Any = None
+        """None: not registered."""
         unregistered.expect(self)
         self._worker: Worker | None = None
         """None: not registered, or nothing is exchanged, as there is one rank."""
@@ -218,8 +221,8 @@ class CommHook(Hook):
     ) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
 
-        With one rank nothing is sent and nothing changes, except that steps are counted and an
-        update rule of the method is applied.
+        With one rank nothing is sent and nothing changes, except that steps are counted. A method
+        with an update rule, or a memory with momentum, trains as with several ranks.
 
         Args:
             model: the wrapped model.
@@ -252,7 +255,7 @@ class CommHook(Hook):
         if self._exchanges:
             self._begin(model, store, roster)
         model.register_forward_pre_hook(Observer(self._before_forward, warns=True))
-        model.module.register_load_state_dict_pre_hook(Observer(self._before_load))
+        self._load_handle = observe_loads(model.module, self._before_load)
         model.register_comm_hook(None, self._hook if self._exchanges else self._count)
         # Copies of the model share this list; `compressed` can be copied and pickled.
         model._comm_hooks[-1] = (compressed, None)
@@ -260,8 +263,11 @@ class CommHook(Hook):
 
     @property
     def _exchanges(self) -> bool:
-        """Whether gradients pass through an exchange: not those of one rank without a rule."""
-        return self._size > 1 or not self.settings.compressor.rule.plain
+        """Whether gradients pass through an exchange: on one rank only if it applies a rule or a
+        momentum."""
+        settings = self.settings
+        applies = not settings.compressor.rule.plain or settings.momentum is not None
+        return self._size > 1 or applies
 
     @property
     def step(self) -> int:
@@ -335,6 +341,8 @@ class CommHook(Hook):
         self._closed = True
         unregistered.settle(self)
         self._rates.close()
+        if self._load_handle is not None:  # the module may outlive the hook
+            self._load_handle.remove()
         if self._worker is not None:
             for touch in self._touches:
                 touch.remove()
@@ -444,7 +452,7 @@ class CommHook(Hook):
     # -- state -------------------------------------------------------------------------------------
 
     def _state(self) -> RankState:
-        """Return the state; with one rank that is the number of steps."""
+        """Return the state; without exchanges that is the number of steps."""
         level = self._level
         entry = {
             "step": self._step,

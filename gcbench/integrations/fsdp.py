@@ -51,6 +51,7 @@ from gcbench.integrations.hook import (
     HookSettings,
     Observer,
     RankState,
+    observe_loads,
     total,
 )
 from gcbench.integrations.hook_world import HookWorld
@@ -60,6 +61,8 @@ from gcbench.integrations.rates import Rates
 from gcbench.integrations.scheme import Scheme
 from gcbench.integrations.sharded import Sharded
 
+UNFREEZE_FIRST = "Set requires_grad first, then shard the module and register a new hook"
+"""What to do if a parameter began to require a gradient after `register`."""
 SHARDS = "shard of each module, equal on replicas"
 """Name under which replicas compare which shards they have."""
 
@@ -260,7 +263,9 @@ class ShardHook(Hook):
         self._in_forward = False
         """Whether a forward pass of the model has begun and has not ended."""
         self._frozen_shards: list[tuple[str, Any]] = []
-        """Sharded parameters that required no gradient at `register`, for `requires_grad`."""
+        """Sharded parameters that required no gradient at `register`, for `requires_grad`; without
+        those of modules that are exchanged."""
+        self._warned_momentum = False
         self._groups: dict[str, HookWorld] = {}
         """This rank's place in each process group, by the name of torch's group."""
 
@@ -275,6 +280,9 @@ class ShardHook(Hook):
         scaler: Any = None,
     ) -> Self:
         """Exchange the gradients of `model` from its next backward on. All ranks call it.
+
+        One shard exchanges nothing. A memory with momentum then applies none, and a warning says
+        so.
 
         Args:
             model: the hook serves each of its modules that `fully_shard` was called on.
@@ -306,13 +314,17 @@ class ShardHook(Hook):
                 f'hook.register(model, replicas=mesh["{beside[0]}"])',
                 stacklevel=2,
             )
-        self._frozen_shards = sharded.frozen(model)
+        self._warn_idle_momentum()
+        # Each exchange checks those of its module.
+        checked = {id(record) for each in modules for _, record in each.frozen}
+        frozen = sharded.frozen(model)
+        self._frozen_shards = [each for each in frozen if id(each[1]) not in checked]
         self._root = weakref.ref(model)
         self._begin(model, modules[0].device, group, stores, roster)
         for each in {id(m): m for m in (model, *(each.module for each in modules))}.values():
             each.register_forward_pre_hook(Observer(self._before_forward, warns=True), prepend=True)
         model.register_forward_hook(Observer(self._after_forward))
-        model.register_load_state_dict_pre_hook(Observer(self._before_load))  # type: ignore[no-untyped-call]
+        observe_loads(model, self._before_load)
         return self
 
     @property
@@ -541,6 +553,22 @@ class ShardHook(Hook):
         self._in_forward = True
         self._new_step()
 
+    def _warn_idle_momentum(self) -> None:
+        """Warn about a memory whose momentum is not applied, as a group has one rank."""
+        memory = self.settings.momentum
+        if memory is None:
+            return
+        inside = memory is self.settings.memory
+        idle = [m.name for m in self._modules if (m.inside if inside else m.between) is None]
+        if idle:
+            what = "shard" if inside else "replica"
+            warnings.warn(
+                f"{idle[0]} has one {what}, so nothing is exchanged there and the memory "
+                f"{memory!r} applies no momentum. Train such a job with another memory, and with "
+                "an optimizer that has a momentum",
+                stacklevel=3,
+            )
+
     def _check_frozen(self) -> None:
         """Warn once about parameters that began to require a gradient after `register`."""
         names = [
@@ -552,16 +580,15 @@ class ShardHook(Hook):
             f"{', '.join(names[:3])} did not require a gradient when the hook was registered and "
             "does now"
         )
-        remedy = "Set requires_grad first, then shard the module and register a new hook"
         if any(module.between is not None for module in self._modules):
             error = UsageError(
                 f"rank {dist.get_rank()}: {text}. Its gradient is not averaged over the replicas, "
-                f"which would differ. {remedy}"
+                f"which would differ. {UNFREEZE_FIRST}"
             )
             self._fail(error)
             raise error
         self._frozen_shards = []
-        warnings.warn(f"{text}. Its gradient is not compressed. {remedy}", stacklevel=3)
+        warnings.warn(f"{text}. Its gradient is not compressed. {UNFREEZE_FIRST}", stacklevel=3)
 
     def _after_forward(self, model: nn.Module) -> None:
         self._in_forward = False
@@ -584,6 +611,19 @@ class ShardHook(Hook):
             self._new_step()
         self._graphs.add(graph)
         self._reduced[module.name] = module
+
+    def _warn_momentum(self) -> None:
+        """Warn, once, that a momentum advances at each of a step's backward passes."""
+        memory = self.settings.momentum
+        if memory is not None and not self._warned_momentum:
+            self._warned_momentum = True
+            warnings.warn(
+                f"the memory {memory!r} advances its momentum at each of several backward passes "
+                "per optimizer step, as if each were a step. Call "
+                "model.set_requires_gradient_sync(False) before all of them but the last, and "
+                "(True) before the last",
+                stacklevel=2,
+            )
 
     def _skip(self, error: GcbenchError) -> None:
         """Revert the exchanges of this backward pass; exchange nothing until the next step."""
@@ -766,7 +806,10 @@ class _Module(_Collective):
     def _count_exchange(self) -> None:
         """Begin a step, if this exchange is the first of a backward pass."""
         self.hook._follow_pass(self)
-        self.stale = self.hook._skipping is not None or self._accumulates()
+        accumulates = self.hook._skipping is None and self._accumulates()
+        if accumulates:
+            self.hook._warn_momentum()
+        self.stale = self.hook._skipping is not None or accumulates
         self.added += self.stale
 
     def _accumulates(self) -> bool:
@@ -835,7 +878,16 @@ class _Module(_Collective):
         self._check_elements(rows.numel(), self.layout.ranks * self.layout.row)
 
     def _check_elements(self, received: int, expected: int) -> None:
-        """Raise UsageError if not all parameters that were registered have a gradient."""
+        """Raise UsageError if other parameters than those that were registered have a gradient."""
+        if unfrozen := self.target.unfrozen:
+            text = f"{', '.join(unfrozen[:3])} did not require a gradient when the hook was "
+            text += "registered and does now"
+            if frozen := self.target.newly_frozen:
+                text += f", and {', '.join(frozen[:3])} did and does not now"
+            raise UsageError(
+                f"rank {dist.get_rank()}: {text}. The residuals of {self.name} belong to the "
+                f"parameters that were registered. {UNFREEZE_FIRST}"
+            )
         if received != expected:
             remedy = "use all of them, or a newer torch"
             if sharded.takes_unused():

@@ -158,6 +158,15 @@ class Observer:
         return Copied, (self._warns,)
 
 
+def observe_loads(model: nn.Module, call: Callable[[nn.Module], None]) -> Any:
+    """Call `call(model)` before each `model.load_state_dict`; return the handle that ends it.
+
+    A model from `torch.compile` shares the observer with the module inside it.
+    """
+    inner: Any = getattr(model, "_orig_mod", model)
+    return inner.register_load_state_dict_pre_hook(Observer(call))
+
+
 class Copied:
     """Replaces an `Observer` in a copy of a model."""
 

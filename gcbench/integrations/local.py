@@ -35,7 +35,7 @@ from gcbench.core.fragments import Rounds, of_names
 from gcbench.integrations import agreement, handshake, steps
 from gcbench.integrations.agreement import Common
 from gcbench.integrations.handshake import Roster
-from gcbench.integrations.hook import Hook, HookSettings, Observer, RankState
+from gcbench.integrations.hook import Hook, HookSettings, RankState, observe_loads
 from gcbench.integrations.hook_world import HookWorld
 from gcbench.integrations.level import Level
 from gcbench.integrations.rates import Rates, plain
@@ -84,6 +84,13 @@ class Settings(HookSettings):
             raise UsageError(str(error)) from None
         if self.blend >= 1:
             raise UsageError(f"blend={self.blend}: expected at least 0, below 1")
+        if not self.outer_lr:
+            raise UsageError("outer_lr=0: expected above 0, or the parameters never move")
+        if self.outer_momentum >= 1:
+            raise UsageError(
+                f"outer_momentum={self.outer_momentum}: expected at least 0, below 1, or its "
+                "average grows without bound"
+            )
         for method in self.methods.values():
             if not method.rule.plain:
                 raise UsageError(
@@ -97,6 +104,15 @@ class Settings(HookSettings):
             )
         if self.outer_nesterov and not self.outer_momentum:
             raise UsageError("outer_nesterov=True needs outer_momentum above 0")
+
+    def check_default_rate(self) -> None:
+        """Raise UsageError for a method whose directions must not have the default `outer_lr`."""
+        for method in self.methods.values():
+            if method.claims.aggregate != "mean":
+                raise UsageError(
+                    f"{method!r} applies directions of length 1, not a mean, and local_steps would "
+                    "apply them to the parameters with outer_lr 1: pass outer_lr, such as 0.001"
+                )
 
 
 def local_steps(
@@ -115,7 +131,7 @@ def local_steps(
     dense_last: bool = False,
     start_step: int = 0,
     seed: int = 0,
-    outer_lr: float = 1.0,
+    outer_lr: float | None = None,
     outer_momentum: float = 0.0,
     outer_nesterov: bool = False,
     timeout: float = 1800.0,
@@ -147,8 +163,9 @@ def local_steps(
         dense_last: the last layer stays in fp32.
         start_step: exchanges before this step are in fp32.
         seed: of random numbers; models trained at the same time should have different ones.
-        outer_lr: learning rate of the outer SGD.
-        outer_momentum: its momentum.
+        outer_lr: learning rate of the outer SGD, above 0; default 1. Required for methods such as
+            `signsgd` and `demo`, which exchange directions instead of a mean.
+        outer_momentum: its momentum, at least 0 and below 1.
         outer_nesterov: whether it is Nesterov's.
         timeout: seconds that a rank waits for the others in a collective. Ranks may be at different
             steps of a round, so it must exceed the time of a round.
@@ -161,8 +178,11 @@ def local_steps(
             ranks with different settings or parameters.
         gcbench.core.errors.PeerLostError: another rank did not call it.
     """
-    settings = Settings.of_call(locals())
+    call = {**locals(), "outer_lr": 1.0 if outer_lr is None else outer_lr}
+    settings = Settings.of_call(call)
     settings.check()
+    if outer_lr is None:
+        settings.check_default_rate()
     if isinstance(optimizer, list | tuple):
         raise UsageError(
             "optimizer is a list, and local_steps counts the steps of one optimizer. Pass the one "
@@ -212,6 +232,8 @@ class LocalSteps(Hook):
         """Kinds of warnings so far: each is issued once."""
         self._saved = False
         """Whether a state was saved or loaded after the last step."""
+        self._initializes = False
+        """Whether the current step only initializes the optimizer's state."""
         self._unloaded: str | None = None
         """Digest of the parameters before the model loaded a state, until the next step."""
         self._overwritten = False
@@ -241,8 +263,8 @@ class LocalSteps(Hook):
         self._handles: list[Any] = [
             optimizer.register_step_post_hook(steps.uncompiled(lambda *_: self._stepped())),
             steps.after_optimizers(self, LocalSteps._other_stepped),
-            optimizer.register_step_pre_hook(steps.uncompiled(lambda *_: self._compare_loaded())),
-            model.register_load_state_dict_pre_hook(Observer(self._before_load)),  # type: ignore[no-untyped-call]
+            optimizer.register_step_pre_hook(steps.uncompiled(lambda *_: self._before_step())),
+            observe_loads(model, self._before_load),
         ]
 
     @property
@@ -370,8 +392,15 @@ class LocalSteps(Hook):
 
     # -- rounds ------------------------------------------------------------------------------------
 
+    def _before_step(self) -> None:
+        self._initializes = _initializes(self._optimizer)
+        if not self._initializes:
+            self._compare_loaded()
+
     def _stepped(self) -> None:
         """Count an optimizer step; exchange a fragment, and take one over, if it is their turn."""
+        if self._initializes:
+            return
         self.raise_failure()
         settings, rounds = self.settings, self.settings.rounds
         if self._step and self._step in settings.stages:
@@ -394,7 +423,7 @@ class LocalSteps(Hook):
         """
         if optimizer is self._optimizer or not self._active:
             return
-        counted, moved = _parameters(self._optimizer), _parameters(optimizer)
+        counted, moved = _parameters(self._optimizer), _parameters(optimizer, moved=True)
         pairs = zip(self._names, self._parameters, strict=True)
         trained = {n: id(p) in counted for n, p in pairs if id(p) in moved and p.grad is not None}
         names = [name for name, shared in trained.items() if shared]
@@ -606,9 +635,22 @@ def _diverged(rank: int, name: str, step: int) -> DivergedError:
     )
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of an optimizer's parameters."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+def _parameters(optimizer: torch.optim.Optimizer, *, moved: bool = False) -> set[int]:
+    """Return the ids of an optimizer's parameters; `moved`: without those that have the rate 0."""
+    groups = (group for group in optimizer.param_groups if not moved or group.get("lr") != 0)
+    return {id(p) for group in groups for p in group["params"]}
+
+
+def _initializes(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step would only initialize an optimizer's state.
+
+    `torch.distributed.checkpoint` makes such a step before it saves or loads an empty state: with
+    the rate 0, and zeros as the gradient of every parameter.
+    """
+    if optimizer.state or any(group.get("lr") != 0 for group in optimizer.param_groups):
+        return False
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    return all(p.grad is not None and not p.grad.any() for p in trained)
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

@@ -48,12 +48,25 @@ class Sharded:
     device: torch.device
     records: tuple[Any, ...]
     """torch's records of the parameters, private FSDPParams."""
+    frozen: tuple[tuple[str, Any], ...]
+    """Name and torch's record of each of the module's other parameters."""
 
     @property
     def named(self) -> dict[str, Any]:
         """Name -> parameter as optimizers have it: this rank's shard, which a load may replace."""
         pairs = zip(self.parameters, self.records, strict=True)
         return {parameter.name: record.sharded_param for parameter, record in pairs}
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """Names of `frozen` parameters that require a gradient in this backward pass."""
+        return [name for name, record in self.frozen if record._unsharded_param.requires_grad]
+
+    @property
+    def newly_frozen(self) -> list[str]:
+        """Names of `parameters` that require no gradient in this backward pass."""
+        pairs = zip(self.parameters, self.records, strict=True)
+        return [p.name for p, record in pairs if not record._unsharded_param.requires_grad]
 
     @property
     def beside(self) -> list[str]:
@@ -179,6 +192,7 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
             "use gcbench.comm_hook"
         )
     group = param_group.mesh_info.shard_process_group
+    others = [p for p in param_group.fsdp_params if not p.sharded_param.requires_grad]
     parameters, dtypes = [], []
     for each in trained:
         full = _full_name(each, prefixes)
@@ -190,6 +204,7 @@ def _read(name: str, module: Any, state: Any, prefixes: Mapping[int, str]) -> Sh
     return Sharded(
         *(name, module, param_group, tuple(parameters), tuple(dtypes), group),
         *(param_group.device, tuple(trained)),
+        tuple((_full_name(each, prefixes), each) for each in others),
     )
 
 

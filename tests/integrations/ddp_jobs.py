@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -595,8 +596,26 @@ def one_rank(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def one_rank_momentum(rank: int, size: int) -> dict[str, Any]:
+    """With one rank in the group, a momentum of the memory and one of plain DDP's optimizer."""
+    groups = [dist.new_group([each]) for each in range(size)]
+    plain = wrapped(model(), process_group=groups[rank])
+    train(plain, sgd(plain), range(STEPS), rank)
+    hook = comm_hook("none", memory="dgc")
+    ended = hooked(rank, hook, process_group=groups[rank])
+    hook.close()
+    return {"far": float((ended - flat(plain)).abs().max())}
+
+
+@job
 def closed(rank: int, size: int) -> dict[str, Any]:
-    """A closed hook returns its last state."""
+    """A closed hook returns its last state, and is freed before its module."""
+    net = model()
+    first = comm_hook("onebit").register(wrapped(net))
+    first.close()
+    freed = weakref.ref(first)
+    del first
+    gc.collect()
     hook = comm_hook("onebit", **METHOD)
     hooked(rank, hook, steps=range(2))
     before = hook.state_dict()
@@ -608,6 +627,7 @@ def closed(rank: int, size: int) -> dict[str, Any]:
     (after,) = after.values()
     tensors = [state["exchange"]["tensors"]["memory 0 residual"] for state in (before, after)]
     return {
+        "freed": freed() is None,
         "step": after["step"],
         "keys": next(iter(before.values())).keys() == after.keys(),
         "same": torch.equal(*tensors) and bool(tensors[0].any()),

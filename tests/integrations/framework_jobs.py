@@ -548,6 +548,21 @@ def accelerate_states(rank: int, size: int, folder: Path) -> dict[str, Any]:
     with warned() as texts:
         hooks.append(compress(accelerator, model, optimizer, "onebit", **OPTIONS))
     result["late"] = texts
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    with warned() as texts:
+        hooks.append(compress(accelerator, model, optimizer, "onebit", **OPTIONS))
+    result["new"] = texts
+    accelerator.save_state(folder / "stateless")
+    dist.barrier()  # rank 1 loads the model that rank 0 writes
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.load_state(folder / "stateless")
+    with warned() as texts:
+        hooks.append(compress(accelerator, model, optimizer, "onebit", **OPTIONS))
+    result["loaded first"] = texts
     for hook in (*hooks, *again):
         hook.close()
     return result

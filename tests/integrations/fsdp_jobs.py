@@ -537,7 +537,9 @@ def one_shard(rank: int, size: int) -> dict[str, Any]:
     again = gcbench.shard_hook("onebit")
     again.load_state_dict(state)
     again.register(sharded(mesh=mesh))
+    momentum = gcbench.shard_hook("none", memory="momentum")
     return {
+        "momentum": warned(lambda: momentum.register(sharded(mesh=mesh))),
         "equal": torch.equal(ended(net), ended(without)),
         "bytes": [hook.traffic.payload_up, hook.plain_bytes],
         "steps": [hook.step, again.step],
@@ -701,10 +703,13 @@ def repeated(rank: int, size: int) -> dict[str, Any]:
         "accumulated": "zbbs" * 3,
         "discarded": "zbzbs" * 3,
         "discarded later": "zbsb" * 3,
+        "momentum": "zbs" * 3,
+        "momentum, accumulated": "zbbs" * 3,
     }.items():
         net = sharded()
-        hook = gcbench.shard_hook("onebit").register(net)
-        optimizer = sgd(net)
+        hook = gcbench.shard_hook("onebit", memory="momentum" if "momentum" in name else None)
+        hook.register(net)
+        optimizer = sgd(net, hook)
 
         def act(acts: str = acts, net: Any = net, optimizer: Any = optimizer) -> None:
             x, y = batch(0, rank)
@@ -824,6 +829,30 @@ def unfrozen(rank: int, size: int) -> dict[str, Any]:
     net.branch.requires_grad_(True)
     texts = warned(partial(train, net, range(2), rank))
     return {"warned": [text for text in texts if "branch" in text]}
+
+
+@job
+def swapped(rank: int, size: int) -> dict[str, Any]:
+    """Freeze one layer and unfreeze another of the same size: on all ranks, or on one."""
+    result: dict[str, Any] = {}
+    for name in ("all", "one", "gathered"):
+        net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        net[1].requires_grad_(False)
+        fully_shard(net)
+        gcbench.shard_hook("topk").register(net)
+
+        def step(net: nn.Module = net) -> None:
+            net(torch.ones(2, 8)).sum().backward()
+
+        step()
+        if name == "gathered":
+            with torch.no_grad():
+                net(torch.ones(2, 8))
+        if name != "one" or rank:
+            net[0].requires_grad_(False)
+            net[1].requires_grad_(True)
+        result[name] = refused(step)
+    return result
 
 
 @job

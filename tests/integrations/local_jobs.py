@@ -13,6 +13,7 @@ import torch.nn.utils.prune
 from ddp_jobs import changed, refused, warned
 from jobs import collection, digest
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import gcbench
@@ -267,9 +268,15 @@ def other_parameters(rank: int, size: int) -> dict[str, Any]:
 def loads(rank: int, size: int) -> dict[str, Any]:
     """Load another model during rounds: on all ranks, on one, and only for an evaluation."""
     config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
-    for name in ("all", "one", "evaluation", "with the rounds", "copy"):
+    compiled = ("compiled", "inside compiled")
+    for name in ("all", "one", *compiled, "evaluation", "with the rounds", "copy"):
         loop = Loop(config, rank)
+        net = loop.model
+        if name in compiled:
+            loop.model = torch.compile(net, backend="eager")
         rounds = loop.local_steps(timeout=60.0)
+        if name == "inside compiled":
+            loop.model = net
         loop.run(range(1))
         saved = copy.deepcopy(loop.model.state_dict()), rounds.state_dict()
         loop.run(range(1, 3))
@@ -284,6 +291,34 @@ def loads(rank: int, size: int) -> dict[str, Any]:
         result[name] = refused(lambda loop=loop: loop.run(range(3, 6)))
         warned(rounds.close)
     return result
+
+
+@job
+def initialized(rank: int, size: int) -> dict[str, Any]:
+    """Rank 1 alone saves optimizers whose state is empty; then steps at rate 0."""
+    loop = Loop(Config.make({**COMMON, **CASES["averaging"]}), rank)
+    loop.optimizer = torch.optim.SGD(loop.model.parameters(), 0.05)
+    rounds, steps = loop.local_steps(), []
+
+    def save(*others: torch.optim.Optimizer) -> None:
+        loop.optimizer.zero_grad()
+        for optimizer in (loop.optimizer, *others) if rank else ():
+            get_optimizer_state_dict(loop.model, optimizer)
+        steps.append(rounds.step)
+
+    loop.run(range(2))
+    present = copy.deepcopy(loop.model.state_dict())
+    loop.model.load_state_dict({name: torch.zeros_like(x) for name, x in present.items()})
+    save()
+    loop.model.load_state_dict(present)
+    result = {"evaluated": refused(lambda: loop.run(range(2, 3)))}
+    save(torch.optim.AdamW(loop.model.parameters()))
+    result["exchanged"] = refused(rounds.exchange)
+    loop.optimizer.param_groups[0]["lr"] = 0.0
+    loop.run(range(3, 6))
+    steps.append(rounds.step)
+    rounds.close()
+    return {**result, "steps": steps, "end": digest(loop.flat())}
 
 
 @job

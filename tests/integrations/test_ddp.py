@@ -177,8 +177,15 @@ def test_one_rank_only_counts_steps():
         assert "that of rank 0 of 1, and this is rank" in result["more ranks"]["text"]
 
 
-def test_a_closed_hook_still_has_its_state():
+def test_a_momentum_of_the_memory_is_applied_on_one_rank():
+    """Within rounding; without momentum the parameters are .1 apart."""
+    for result in of("one_rank_momentum"):
+        assert result["far"] < 1e-6
+
+
+def test_a_closed_hook_still_has_its_state_and_is_freed_before_its_module():
     for result in of("closed"):
+        assert result["freed"]
         assert result["step"] == 2
         assert result["keys"]
         assert result["same"]

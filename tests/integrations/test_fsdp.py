@@ -231,6 +231,9 @@ def test_steps_of_one_shard_are_counted():
         assert result["bytes"] == [0, 0]
         assert result["steps"] == [fsdp_jobs.STEPS, fsdp_jobs.STEPS]
         assert result["theirs"] == fsdp_jobs.STEPS
+        (text,) = result["momentum"]
+        assert "has one shard" in text
+        assert "applies no momentum" in text
 
 
 def test_accumulated_gradients_are_exchanged_once():
@@ -411,6 +414,9 @@ def test_activation_checkpointing_changes_no_bit(name):
 def test_discarded_exchanges_are_named_and_accumulated_ones_are_not():
     for result in of("repeated"):
         assert result["accumulated"] == result["accumulated, saved"] == []
+        assert result["momentum"] == []
+        (text,) = result["momentum, accumulated"]
+        assert "advances its momentum at each of several backward passes" in text
         (text,) = result["discarded later, saved"]
         assert "no optimizer has applied the last exchanged gradient" in text
         for name in ("discarded", "discarded later"):
@@ -440,6 +446,13 @@ def test_a_module_unfrozen_after_register_is_named():
         assert result["branch"]["kind"] == "UsageError"
         assert "branch.weight" in result["branch"]["text"]
         assert result["nothing"]["text"] == ""
+
+
+@pytest.mark.parametrize("name", ["all", "one", "gathered"])
+def test_a_parameter_does_not_get_the_residual_of_another_of_its_size(name):
+    for result in of("swapped"):
+        assert result[name]["kind"] == "UsageError"
+        assert re.search(r"1\.weight did not .* and 0\.weight did", result[name]["text"])
 
 
 @pytest.mark.parametrize("name", KINDS_REFUSED)

@@ -124,11 +124,21 @@ def test_parameters_that_are_not_exchanged_are_named():
 def test_a_model_loaded_in_a_round_stops_all_ranks():
     """Unless it was restored, as after an evaluation, or the rounds were loaded as well."""
     for result in of("loads"):
-        for name in ("all", "one"):
+        for name in ("all", "one", "compiled", "inside compiled"):
             assert result[name]["kind"] == "UsageError"
             assert "model.load_state_dict changed parameters" in result[name]["text"]
         for name in ("evaluation", "with the rounds", "copy"):
             assert result[name]["text"] == "", name
+
+
+def test_a_step_that_initializes_an_optimizer_is_not_counted_and_one_at_rate_0_is():
+    """As torch.distributed.checkpoint makes it, here on one rank alone."""
+    one, other = of("initialized")
+    for result in (one, other):
+        assert result["steps"] == [2, 3, 6]
+        assert result["evaluated"]["text"] == ""
+    assert one["end"] == other["end"]
+    assert one["exchanged"]["text"] == other["exchanged"]["text"] == ""
 
 
 def test_closing_in_a_round_warns_unless_its_steps_are_saved_or_exchanged():
@@ -162,6 +172,11 @@ def test_a_rank_with_fewer_steps_is_named():
         ("topk", {"every": 2, "memory": "dgc"}, "outer_momentum"),
         ("dlion", {"every": 2}, "update rule"),
         ("int8", {"every": 2, "outer_lr": -1}, "outer_lr=-1"),
+        ("int8", {"every": 2, "outer_lr": 0}, "outer_lr=0"),
+        ("int8", {"every": 2, "outer_momentum": 1.0}, "outer_momentum=1"),
+        ("signsgd", {"every": 2}, "SignSGD.* pass outer_lr"),
+        ("demo", {"every": 2, "chunk": 4, "topk": 2}, "DeMo.* pass outer_lr"),
+        ("signsgd", {"every": 2, "outer_lr": 1}, "init_process_group"),  # the next check
     ],
 )
 def test_invalid_arguments_are_refused(method, options, message):
