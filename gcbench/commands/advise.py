@@ -38,7 +38,7 @@ def advise(
         bool,
         typer.Option(
             "--measure",
-            help="Measure encoding times here, and under torchrun also the link between its ranks.",
+            help="Measure encoding times here, and under torchrun the link between its machines.",
         ),
     ] = False,
     device: Annotated[
@@ -62,7 +62,7 @@ def advise(
     if measure:
         if job.kernels != "assumed":
             raise UsageError(f"--measure and --kernels {job.kernels} exclude each other: give one")
-        if rank.by_torchrun():
+        if rank.by_torchrun() and not measuring.on_one_machine():
             changed = grid.pairs("--cluster-set", job.cluster_set)
             for key in sorted(changed.keys() & measuring.FITTED):
                 raise UsageError(

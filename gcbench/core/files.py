@@ -69,14 +69,16 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield each folder below `folder` with the names of the folders and files in it.
 
     As `os.walk`, whose lists may be changed, but the names of folders are sorted, links to folders
-    are followed unless they lead to a parent of `folder`, and each folder is visited once.
+    are followed unless they lead to a parent of `folder`, and each folder is visited once. A folder
+    that does not exist has none.
 
     Raises:
         GcbenchError: a folder cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
-        raise unreadable(error, folder)
+        if not isinstance(error, FileNotFoundError):
+            raise unreadable(error, folder)
 
     top = Path(os.path.realpath(folder))
     visited = {str(top), *map(str, top.parents)}

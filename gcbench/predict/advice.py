@@ -216,10 +216,17 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
     """Return the plan for a model on a cluster, and the methods ranked.
 
     Raises:
-        UsageError: see `prediction.prepare`; or a place of results does not exist.
+        UsageError: see `prediction.prepare`; or a place of results does not exist, or the cluster's
+            topology is one that no hook has.
     """
     prepared = prediction.prepare(settings, every=True)
     workers, cluster = settings.workers[0], settings.cluster
+    if cluster.way(workers) == "nodes":
+        raise UsageError(
+            "topology=nodes: the hooks that advise recommends exchange payloads among all ranks, "
+            "not one per node; use topology=best. To predict such an exchange: `gcbench predict "
+            "--cluster-set topology=nodes`"
+        )
     gathered = evidence.gather([Path(place) for place in settings.runs])
     losses = {
         key: losses_of(settings, step, gathered.rows, prepared.network.inputs)
@@ -247,7 +254,7 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         conclusions=[
             *_coverage(settings, prepared, gathered, seen),
             *_other_sources(prepared, gathered.rows),
-            *_untested(rows),
+            *_untested(settings, rows),
         ],
         tables=[
             Table(
@@ -724,13 +731,16 @@ def _warns(row: Row) -> bool:
 
 def _paste(settings: Settings, row: Row | None, choice: str) -> str:
     """Return the line for the job, after DDP or FSDP has wrapped the model."""
-    if row is None and choice == FP32:
-        return "No change is needed: DDP and FSDP reduce in fp32."
-    if row is None and settings.sharded:
-        policy = "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
-        return f"Paste: `fully_shard(part, mp_policy={policy})`."
-    if row is None:
+    if row is None and not settings.sharded:
+        if choice == FP32:
+            return "No change is needed: DDP reduces in the parameters' dtype, fp32."
         return "Paste: `model.register_comm_hook(None, default_hooks.bf16_compress_hook)`."
+    # FSDP reduces in param_dtype without reduce_dtype; the prediction gathers bf16 parameters
+    reduced = "bfloat16" if row is None and choice == BF16 else "float32"
+    policy = f"MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduced})"
+    shard = f"`fully_shard(part, mp_policy={policy})`"
+    if row is None:
+        return f"Paste: {shard}."
     name, *fields = str(row["method"]).split(":")
     words = [repr(name), *(f"{one.partition('=')[0]}={_literal(one)}" for one in fields)]
     hook = "shard_hook" if settings.sharded else "comm_hook"
@@ -738,7 +748,8 @@ def _paste(settings: Settings, row: Row | None, choice: str) -> str:
     words += ["optimizer=optimizer"]
     words += ["dense_last=True"] * settings.dense_last
     words += [f"dense_below={settings.dense_below}"] * bool(settings.dense_below)
-    return f"Paste: `hook = gcbench.{hook}({', '.join(words)}).register(model)`."
+    line = f"`hook = gcbench.{hook}({', '.join(words)}).register(model)`"
+    return f"Paste: {shard} for each part, then {line}." if settings.sharded else f"Paste: {line}."
 
 
 def _literal(field: str) -> str:
@@ -788,13 +799,14 @@ def _other_sources(prepared: Prepared, gathered: Sequence[Evidence]) -> Iterator
             yield f"{others:,} runs of {method.name} used another source and do not count."
 
 
-def _untested(rows: Sequence[Row]) -> Iterator[str]:
+def _untested(settings: Settings, rows: Sequence[Row]) -> Iterator[str]:
     """Yield a sentence on faster methods without accuracy runs, and how to make these."""
     tried = [float(row["gain"] or 0) for row in rows if row["advice"] == TRY]
+    least = max(tried, default=1 + settings.margin)
     faster = [
         f"{_by(row)}{' (upper bound)' * (row['gain_low'] is None)}"
         for row in rows
-        if row["advice"] == UNTESTED and float(row["gain"] or 0) > max(tried, default=0.0)
+        if row["advice"] == UNTESTED and float(row["gain"] or 0) > least
     ]
     if faster:
         yield (

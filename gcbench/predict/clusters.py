@@ -12,10 +12,14 @@ all-to-all: each of the g workers of a node sends to the workers of all other no
 reduce-scatter: half of the ring all-reduce. broadcast: every link carries b bytes once.
 
 `tree` needs log2 N rounds instead of N - 1, and its all-to-all moves log2(N) / 2 times as many
-bytes (Bruck). `fastest` takes the faster of ring and tree for each collective. `topology: nodes`
-adds the gradients inside each node in fp32, exchanges one payload per node, and distributes the
-mean inside: the compressed exchange then has M workers, and each device compresses 1 / g of the
-gradient. `best` takes the faster of `flat` and `nodes`.
+bytes (Bruck). `fastest` takes the faster of ring and tree for each collective.
+
+Topologies: with `flat` every collective has N workers. With `best` payloads do, too, because the
+hooks exchange them among all ranks; but the library may reduce inside each node first and then
+between nodes, so all-reduces and reduce-scatters take the faster way. `nodes` adds the gradients
+inside each node in fp32, exchanges one payload per node, and distributes the mean inside: the
+compressed exchange then has M workers, and each device compresses 1 / g of the gradient. Of the
+hooks only `shard_hook(between=...)` does this, over replicas on other nodes.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 BACKWARD = 2 / 3
 """Share of the computation in the backward pass: two of three matrix products."""
+REDUCTIONS = ("allreduce", "reducescatter")
+"""Collectives that a library can do inside nodes first, and then between nodes."""
 
 
 class _Model(BaseModel):
@@ -169,7 +175,12 @@ class Cluster(_Model):
             return 0.0
         nodes = self.nodes_of(workers)
         ways = {"ring": (False,), "tree": (True,), "fastest": (False, True)}[self.algorithm]
-        return min(self._seconds(kind, nbytes, workers, nodes, calls, tree=tree) for tree in ways)
+        flat = min(self._seconds(kind, nbytes, workers, nodes, calls, tree=tree) for tree in ways)
+        if kind not in REDUCTIONS or self.topology == "flat" or not self._has_levels(workers):
+            return flat
+        inside = self.seconds(kind, nbytes, self.gpus_per_node, calls)
+        between = self.of_nodes.seconds(kind, nbytes, nodes, calls)
+        return min(flat, inside + between)
 
     def _seconds(
         self, kind: str, nbytes: float, workers: int, nodes: int, calls: int, *, tree: bool
@@ -201,11 +212,18 @@ class Cluster(_Model):
         }[kind]
         return (times * rounds * latency + call) * 1e-6 + sent * nbytes / slowest
 
-    def topologies(self, workers: int) -> tuple[str, ...]:
-        """Return the possible topologies; within one node only "flat" is."""
-        if workers <= self.gpus_per_node or self.gpus_per_node == 1:
-            return ("flat",)
-        return ("flat", "nodes") if self.topology == "best" else (self.topology,)
+    @property
+    def of_nodes(self) -> Cluster:
+        """The cluster in which each node is one worker."""
+        return self.model_copy(update={"gpus_per_node": 1})
+
+    def way(self, workers: int) -> str:
+        """Return how payloads are exchanged: "flat" or "nodes"; within one node always "flat"."""
+        return "nodes" if self.topology == "nodes" and self._has_levels(workers) else "flat"
+
+    def _has_levels(self, workers: int) -> bool:
+        """Return whether workers have links inside nodes and links between nodes."""
+        return workers > self.gpus_per_node > 1
 
 
 _BUILT_IN: dict[str, dict[str, Any]] = _DATA["clusters"]

@@ -7,6 +7,7 @@ ranks of torchrun, whose nodes have the link in question, or between two local p
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +30,18 @@ class Here(NamedTuple):
     kernels: Path
     """A file for --kernels."""
     changes: dict[str, object]
-    """The link between the ranks of torchrun, as changes of a cluster's settings; else empty."""
+    """Changes of a cluster's settings: the link between the machines of torchrun's ranks, or a note
+    that none was measured."""
 
 
 FITTED = frozenset({"inter", "inter.gbit", "inter.latency_us", "transport"})
 """The settings of a cluster that `measure` takes from the ranks of torchrun."""
+
+
+def on_one_machine() -> bool:
+    """Return whether torchrun started all ranks here, so that no link between nodes is used."""
+    here, total = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return here is not None and here == total
 
 
 def measure(
@@ -68,6 +76,8 @@ def measure(
     path.write_text(json.dumps(analysis.document(result)))
     if not rank.by_torchrun():
         return Here(path, {})
+    if on_one_machine():
+        return Here(path, {"note": "not measured: all ranks of torchrun are on one machine"})
     gbit, latency_us = link(result)
     note = f"measured by all-reduces among {chosen.workers} ranks of torchrun"
     changes = {"inter.gbit": gbit, "inter.latency_us": latency_us, "note": note}

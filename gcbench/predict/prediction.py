@@ -353,8 +353,9 @@ def run(settings: Settings, command: str, observer: progress.Observer, ledger: L
         "uncompressed step divided by the time of this step. efficiency: forward and backward as a "
         "share of the step.",
         "pays on links: links between nodes (1 Mbit/s to 10 Tbit/s) on which the step is faster "
-        "than both uncompressed ones. way: flat, if all workers exchange payloads (bytes per "
-        "worker), or nodes, if nodes add gradients first and exchange payloads (bytes per node).",
+        "than both uncompressed ones. way: flat, if all workers exchange payloads, as with "
+        "gcbench's hooks (bytes per worker), or nodes, if nodes add gradients first and exchange "
+        "payloads (bytes per node), as only shard_hook(between=...) does, over replicas.",
     ]
     if cluster.price is not None:
         notes.append(f"cost: {STEPS_PRICED:,} steps at {cluster.price:g} per device and hour.")
@@ -495,12 +496,13 @@ def _fastest(rows: Sequence[Row], error: Bands) -> str:
     gains = {spec: _sure(row) for spec, row in by.items() if not math.isnan(_sure(row))}
     bounds = {spec: _number(row, "over_fp32_high") for spec, row in by.items() if spec not in gains}
     most = max(gains.values())
+    base = max(gains[spec] for spec in ("none", HALF))
     choice = simplest({spec: gains[spec] for spec in ("none", HALF)}, error.plain)
     others = {spec: gain for spec, gain in gains.items() if spec not in ("none", HALF)}
     faster = {
         spec: gain
         for spec, gain in others.items()
-        if gain > (1 + error.of(spec.partition(":")[0])) * gains[choice]
+        if gain > (1 + error.of(spec.partition(":")[0])) * base
     }
     choice = simplest(faster, error.plain) if faster else choice
     tied = [spec for spec, gain in faster.items() if gain * (1 + error.plain) >= most]
@@ -508,12 +510,13 @@ def _fastest(rows: Sequence[Row], error: Bands) -> str:
     if choice in ("none", HALF):
         where = "bf16" if choice == HALF else "fp32"
         fastest = max(gains, key=gains.__getitem__)
-        text = f"{where} all-reduce; no{' measured' if bounds else ''} method is faster."
+        measured = " measured" if bounds else ""
+        text = f"{where} all-reduce; no{measured} method is faster than fp32 and bf16."
         if fastest not in ("none", HALF):
-            gain = most / gains[choice]
             text = (
                 f"{where} all-reduce. Cannot tell whether a method is faster: {fastest} is "
-                f"predicted {gain:.2f} times as fast, within the model's error."
+                f"predicted {most / base:.2f} times as fast as the faster of fp32 and bf16, within "
+                "the model's error."
             )
     else:
         text = (

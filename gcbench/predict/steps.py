@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from gcbench.core.compressor import Compressor
-from gcbench.core.errors import UsageError
 from gcbench.predict import traffic
 from gcbench.predict.clusters import BACKWARD, Cluster
 from gcbench.predict.networks import Network, Shapes
@@ -87,29 +86,15 @@ class Step:
         ]
 
     def at(self, workers: int, cluster: Cluster, *, measured: bool = False) -> dict[str, Any]:
-        """Return seconds and bytes of a step, in the fastest topology that the cluster allows.
+        """Return seconds and bytes of a step, in the cluster's topology.
 
         `measured`: use measured encoding times, if known, instead of the floor.
 
         Raises:
             UsageError: the workers do not fill nodes, or the method refuses this many.
         """
-        results, refusals = [], []
         spend = self.measured if measured and self.measured else self.floor
-        for topology in cluster.topologies(workers):
-            try:
-                results.append(self._at(workers, cluster, topology, spend))
-            except UsageError as error:
-                refusals.append(error)
-        if not results:
-            raise refusals[0]
-        return min(results, key=lambda result: result["step_seconds"])
-
-    def seconds(self, workers: int, cluster: Cluster, *, measured: bool = False) -> float:
-        """Return the seconds of a step: see `at`."""
-        return float(self.at(workers, cluster, measured=measured)["step_seconds"])
-
-    def _at(self, workers: int, cluster: Cluster, topology: str, spend: Spend) -> dict[str, Any]:
+        topology = cluster.way(workers)
         compute, numel = self.compute, float(self.network.numel)
         nodes = cluster.nodes_of(workers)
         parts = cluster.parts(self.network.arrival)
@@ -119,7 +104,7 @@ class Step:
         communicate = gather = 0.0
         if topology == "nodes":
             inside, among = workers // nodes, nodes
-            network = cluster.model_copy(update={"gpus_per_node": 1})  # a node is one worker
+            network = cluster.of_nodes
             # an all-reduce adds before the exchange between nodes and distributes the mean after it
             kind = "reducescatter" if self.sharded else "allreduce"
             communicate = cluster.seconds(kind, self.width * numel, inside, calls)
@@ -151,6 +136,10 @@ class Step:
             "payload_bytes_down": moved.down,
             "wire_bytes": moved.wire,
         }
+
+    def seconds(self, workers: int, cluster: Cluster, *, measured: bool = False) -> float:
+        """Return the seconds of a step: see `at`."""
+        return float(self.at(workers, cluster, measured=measured)["step_seconds"])
 
 
 class Plain(Step):

@@ -34,6 +34,9 @@ ROOM = 1.1
 SMALL = 4096
 """Bytes per step beyond the expected ones that are not reported."""
 PATTERN = re.compile(r"([a-z][a-z0-9_]*)?(?:/([0-9]*\.?[0-9]+(?:e[0-9]+)?))?")
+END = "parameters at the end"
+PARAMETERS = ("parameters", END)
+"""Names of digests of parameters in a record; the second: when the process left."""
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -108,22 +111,26 @@ Record = Mapping[str, Any]
 def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Analysis:
     """Return the analysis of the ranks' records."""
     rows, seconds = table_rows(records)
+    steps = min(record["steps"] for record in records)
     problems = [
         *missing(records),
         *disagreements(records, sharded=settings.sharded),
-        *unexpected(settings, rows),
+        *unexpected(settings, rows, steps),
         *unused_hooks(records),
     ]
-    steps = min(record["steps"] for record in records)
-    share = sum(float(row["share"] or 0) for row in rows)
-    untimed = sorted({str(row["collective"]) for row in rows if row["seconds"] is None})
-    besides = f", besides `{', '.join(untimed)}` of unknown time" if untimed else ""
-    took = f"collectives took {100 * share:.3g} % of it{besides}"
-    what = f"{steps} steps of {1e3 * seconds:.3g} ms" if steps > 1 else f"{counted(steps, 'step')}"
+    if steps > 1:
+        share = sum(float(row["share"] or 0) for row in rows)
+        untimed = sorted({str(row["collective"]) for row in rows if row["seconds"] is None})
+        besides = f", besides `{', '.join(untimed)}` of unknown time" if untimed else ""
+        took = f"collectives took {100 * share:.3g} % of it{besides}"
+        what = f"{steps} steps of {1e3 * seconds:.3g} ms; {took}"
+    else:
+        what = f"{counted(steps, 'optimizer step')}, so the numbers are those of the whole job"
     checks = compared(records, sharded=settings.sharded)
     answer = [
-        f"{counted(len(records), 'rank')}, {what}; {took}.",
+        f"{counted(len(records), 'rank')}, {what}.",
         *(problems or [agreement(checks)]),
+        *unrecorded(records),
     ]
     if others := elsewhere(records):
         answer.append(
@@ -212,7 +219,7 @@ def compared(records: Sequence[Record], *, sharded: bool) -> int:
     return sum(
         any(count in other["digests"].get(name, {}) for other in records[1:])
         for name, mine in records[0]["digests"].items()
-        if not (name == "parameters" and sharded)
+        if not (name in PARAMETERS and sharded)
         for count in mine
     )
 
@@ -229,9 +236,10 @@ def agreement(checks: int) -> str:
 
 def disagreements(records: Sequence[Record], *, sharded: bool) -> list[str]:
     """Return a sentence for each kind of result that differs between ranks."""
-    sentences = []
-    for name, mine in records[0]["digests"].items():
-        if name == "parameters" and sharded:
+    sentences: list[str] = []
+    differ = False  # whether the parameters did before the end
+    for name, mine in sorted(records[0]["digests"].items(), key=lambda each: each[0] == END):
+        if (name in PARAMETERS and sharded) or (name == END and differ):
             continue
         for count in sorted(map(int, mine)):
             values = [record["digests"].get(name, {}).get(str(count)) for record in records]
@@ -241,17 +249,32 @@ def disagreements(records: Sequence[Record], *, sharded: bool) -> list[str]:
                 if value not in (values[0], None)
             ]
             if odd:
-                where = f"after step {count}" if name == "parameters" else f"at call {count}"
-                sentences.append(
-                    f"RANKS DIFFER: {name} {where}: ranks {odd} have other bits than rank "
-                    f"{records[0]['rank']}."
+                differ = differ or name == "parameters"
+                at = f" after step {count}" if name == "parameters" else f" at call {count}"
+                text = (
+                    f"RANKS DIFFER: {name}{at * (name != END)}: ranks {odd} have other bits than "
+                    f"rank {records[0]['rank']}."
                 )
+                if name == END:
+                    text += (
+                        f" The job may have changed them after its last step ({count}), e.g. by "
+                        "loading a checkpoint on one rank. To compare them after every step: "
+                        "--check-every 1."
+                    )
+                sentences.append(text)
                 break
     return sentences
 
 
-def unexpected(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each way in which the traffic is not the expected one."""
+def unrecorded(records: Sequence[Record]) -> list[str]:
+    """Return a sentence on what the recorder could not record."""
+    failures = {what: why for record in records for what, why in record["failures"].items()}
+    text = "; ".join(f"{what} ({why})" for what, why in failures.items())
+    return [f"Not recorded in full, or not compared: {text}."] if failures else []
+
+
+def unexpected(settings: Settings, rows: Sequence[Row], steps: int) -> list[str]:
+    """Return a sentence for each way in which the traffic of `steps` is not the expected one."""
     dtype, most = settings.expected
     sent: dict[str, float] = {}
     for row in rows:
@@ -262,7 +285,13 @@ def unexpected(settings: Settings, rows: Sequence[Row]) -> list[str]:
         sentences.append(f"UNEXPECTED DTYPE: expected {dtype}, sent {', '.join(shares)}.")
     if dtype and not total:
         sentences.append(f"UNEXPECTED DTYPE: expected {dtype}, sent nothing.")
-    if most is not None and total > ROOM * most:
+    if most is not None and steps < 2:
+        sentences.append(
+            f"CANNOT CHECK BYTES: expected {most:,.0f} per step, but the job has "
+            f"{counted(steps, 'step')} of a torch.optim optimizer, and 2 are needed. Leave the "
+            "number out of --expect, or let the job take more steps."
+        )
+    elif most is not None and total > ROOM * most:
         sentences.append(
             f"TOO MANY BYTES: a rank sends {total:,.0f} bytes per step, expected {most:,.0f}."
         )

@@ -365,13 +365,21 @@ def test_nodes_share_their_link_in_an_all_to_all_and_not_in_a_ring() -> None:
         gpus_per_node=4,
         intra={"gbit": 80, "latency_us": 0},
         inter={"gbit": 8, "latency_us": 0},
+        topology="flat",
     )
     assert cluster.seconds("allreduce", 1e9, 8) == pytest.approx(14 / 8)
     assert cluster.seconds("alltoall", 1e9, 8) == pytest.approx(4 * 4 / 8)
     assert cluster.seconds("alltoall", 1e9, 4) == pytest.approx(3 / 4 / 10)
     assert cluster.seconds("allreduce", 1e9, 4) == pytest.approx(2 * 3 / 4 / 10)
-    assert cluster.topologies(8) == ("flat", "nodes")
-    assert cluster.topologies(4) == ("flat",)
+    best = cluster.model_copy(update={"topology": "best"})  # inside nodes first, then between them
+    assert best.seconds("allreduce", 1e9, 8) == pytest.approx(2 * 3 / 4 / 10 + 2 * 1 / 2)
+    assert best.seconds("reducescatter", 1e9, 8) == pytest.approx(3 / 4 / 10 + 1 / 2)
+    assert best.seconds("allreduce", 1e9, 4) == cluster.seconds("allreduce", 1e9, 4)
+    for kind in ("alltoall", "allgather", "broadcast", "hops"):  # of payloads, or not a reduction
+        assert best.seconds(kind, 1e9, 8) == cluster.seconds(kind, 1e9, 8)
+    assert (best.way(8), cluster.way(8)) == ("flat", "flat")
+    nodes = cluster.model_copy(update={"topology": "nodes"})
+    assert (nodes.way(8), nodes.way(4), nodes.of_nodes.way(8)) == ("nodes", "flat", "flat")
 
 
 def test_an_invalid_cluster_is_refused_with_the_reason(tmp_path) -> None:
@@ -911,7 +919,7 @@ def timed(path: Path, *names: str, faster: float = 1.0) -> Path:
 def test_unmeasured_methods_are_marked_and_never_recommended(tmp_path) -> None:
     """Without overlap powersgd wins; it does not where its times are a bound alone."""
     words = ["predict", "--results", tmp_path, "--json", "--overlap", "0", "--workers"]
-    words += ["32", "--cluster", "a100x8-25g", "--model", "transformer-1.3b"]
+    words += ["32", "--cluster", "a100x1-10g", "--model", "transformer-1.3b"]
     words += ["--compressor", "int8,powersgd", "--progress", "none", "--kernels"]
     both = timed(tmp_path / "both.json", "int8", "powersgd", faster=1e3)
     result = invoke(*words, both).json
@@ -1071,13 +1079,25 @@ def test_the_simplest_of_tied_methods_is_the_choice(others, choice, unmeasured) 
     assert unmeasured is None or answer.endswith(f"not measured: {unmeasured}.")
 
 
+def test_a_method_must_beat_the_faster_of_fp32_and_bf16() -> None:
+    """Within the band of uncompressed steps, fp32 is the simpler one, but bf16 the faster."""
+    plain = {"none": (1.2, None), steps.HALF: (1.0, None)}
+    slower = first_choice({**plain, "int8": (1.05, 1.05)}, 0.05, plain=0.21)
+    assert "fp32 all-reduce; no method is faster" in slower
+    within = first_choice({**plain, "int8": (0.97, 0.97)}, 0.05, plain=0.21)
+    assert "fp32 all-reduce. Cannot tell" in within
+    assert "int8 is predicted 1.03 times" in within
+    assert "try int8" in first_choice({**plain, "int8": (0.95, 0.95)}, 0.05, plain=0.21)
+
+
 def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
     words = ["--workers", "100000", "--compressor", "terngrad,onebit,powersgd", "--collective"]
-    rows = predict(tmp_path, *words[:-1])["predictions"]
+    nodes = ["--cluster-set", "topology=nodes"]
+    rows = predict(tmp_path, *words[:-1], *nodes)["predictions"]
     assert [row["refused"] for row in rows] == [None] * 5
     tern = next(row for row in rows if row["method"] == "terngrad")
     assert tern["topology"] == "nodes"  # 12,500 nodes fit its codes, 100,000 workers do not
-    one = predict(tmp_path, *words[:-1], "--cluster-set", "topology=flat")["predictions"]
+    one = predict(tmp_path, *words[:-1])["predictions"]
     refused = next(row for row in one if row["method"] == "terngrad")
     assert refused["topology"] == "refused"
     assert "100,000 workers" in refused["refused"]

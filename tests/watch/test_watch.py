@@ -119,7 +119,46 @@ def test_ranks_may_differ_within_a_round_of_local_steps(python):
     assert done.code == 0, document(done)["answer"]
     done, _ = watched("local differ", launcher=python)
     (fault,) = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
-    assert "parameters after step 7: ranks [1]" in fault
+    assert "parameters at the end: ranks [1]" in fault
+
+
+def test_parameters_that_change_after_the_last_step_are_those_of_the_end(python):
+    """Such as a checkpoint that one rank loads: no step made the ranks differ."""
+    done, _ = watched("loads", launcher=python)
+    assert done.code == 1
+    (fault,) = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
+    assert "parameters at the end: ranks [1]" in fault
+    assert "after its last step (7)" in fault
+
+
+def test_sparse_gradients_are_counted_and_compared(python):
+    """A rank sends 3 and the other 4 rows of 512 floats, each with an index of 8 bytes."""
+    done, rows = watched("sparse", launcher=python)
+    assert done.code == 0, done.err
+    row = rows["sparse all_reduce", "float32"]
+    assert row["calls"] == 1
+    assert row["bytes"] == row["sent"] == 3.5 * (4 * 512 + 8)
+    assert not any("Not recorded" in line for line in document(done)["answer"])
+
+
+def test_what_cannot_be_digested_is_reported_and_ends_no_job(python):
+    done, _ = watched("unusual", launcher=python)
+    assert done.code == 0, done.err
+    (line,) = [line for line in document(done)["answer"] if line.startswith("Not recorded")]
+    assert "all_reduce" in line
+
+
+def test_bytes_per_step_need_two_steps(python):
+    """The bytes of a whole job are not those of a step, and its collectives have no share."""
+    done, rows = watched("one step", "--expect", f"fp32/{4 * PARAMETERS}", launcher=python)
+    assert rows["all_reduce", "float32"]["sent"] == 4 * PARAMETERS
+    answer = document(done)["answer"]
+    assert done.code == 1
+    (fault,) = [line for line in answer if "BYTES" in line]
+    assert fault.startswith("CANNOT CHECK BYTES")
+    assert "%" not in answer[0]
+    settings = watch.Settings(command=["job"], expect="fp32")
+    assert watch.unexpected(settings, [*rows.values()], 1) == []
 
 
 def test_an_optimizer_that_splits_its_work_between_ranks(python):
@@ -146,9 +185,9 @@ def test_a_job_may_send_more_than_its_hook(python):
 def test_bytes_above_the_expected_ones():
     rows = [{"dtype": "float32", "sent": 800.0}, {"dtype": "uint8", "sent": 200.0}]
     settings = watch.Settings(command=["job"], expect="/900")
-    (fault,) = watch.unexpected(settings, rows)
+    (fault,) = watch.unexpected(settings, rows, 2)
     assert fault.startswith("TOO MANY BYTES")
-    assert watch.unexpected(settings.model_copy(update={"expect": "/910"}), rows) == []
+    assert watch.unexpected(settings.model_copy(update={"expect": "/910"}), rows, 2) == []
 
 
 def test_ranks_that_differ_from_one_step_on(python):

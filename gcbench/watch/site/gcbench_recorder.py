@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 STARTED: list["Recorder"] = []
@@ -36,7 +36,7 @@ def attach(module: Any) -> None:
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        STARTED[0].write()  # some programs leave without running exit handlers
+        STARTED[0].finish()  # some programs leave without running exit handlers
         return destroy(*args, **kwargs)
 
     module.init_process_group = init_process_group
@@ -72,12 +72,30 @@ CALLS: dict[str, tuple[str, Tensors, Tensors]] = {
 """Operator -> its name, what a rank hands to it, and results that must be equal on all ranks."""
 
 
+SPARSE = "sparse all_reduce"
+END = "parameters at the end"
+"""Name of the digests of the parameters when the process leaves."""
+
+
 def wire(name: str, nbytes: float, ranks: int) -> float:
     """Return the bytes that a rank sends to others, as `gcbench.core.world` counts them."""
     share = (ranks - 1) / ranks
     factors = {"all_reduce": 2 * share, "all_gather": ranks - 1.0, "reduce": share, "gather": share}
+    factors |= {SPARSE: ranks - 1.0}  # gloo gathers indices and values
     factors |= {"reduce_scatter": share, "all_to_all": share, "broadcast": share, "scatter": share}
     return factors.get(name, 1.0) * nbytes
+
+
+def _strided(tensors: Iterable[Any]) -> list[Any]:
+    """Return tensors with the indices and values of sparse ones in their place."""
+    parts = []
+    for tensor in tensors:
+        if tensor.is_sparse:
+            each = tensor.detach().coalesce()
+            parts += [each.indices(), each.values()]
+        else:
+            parts.append(tensor)
+    return parts
 
 
 def digest(tensors: Iterable[Any]) -> int:
@@ -85,7 +103,7 @@ def digest(tensors: Iterable[Any]) -> int:
     import torch
 
     value = 0
-    for tensor in tensors:
+    for tensor in _strided(tensors):
         flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         value = zlib.crc32(flat.cpu().numpy().data, value)
     return value
@@ -96,6 +114,17 @@ def sharded(parameter: Any) -> bool:
     names = ("_local_tensor", "_fsdp_flattened", "_sharding_spec")
     flat = type(parameter).__name__ == "FlatParameter"
     return flat or any(hasattr(parameter, name) for name in names)
+
+
+class _Call:
+    """What a rank hands to a collective: its name, the dtype and the bytes."""
+
+    def __init__(self, name: str, tensors: Sequence[Any]) -> None:
+        first = tensors[0] if tensors else None
+        self.name = SPARSE if first is not None and first.is_sparse else name
+        self.dtype = "-" if first is None else str(first.dtype).removeprefix("torch.")
+        self.is_cuda = first is not None and first.is_cuda
+        self.nbytes = sum(each.numel() * each.element_size() for each in _strided(tensors))
 
 
 class Totals:
@@ -162,6 +191,8 @@ class Recorder:
         self.numbers = itertools.count()
         self.counts: dict[str, int] = {}
         self.digests: dict[str, dict[int, int]] = {}
+        self.failures: dict[str, str] = {}
+        """What could not be recorded -> the first error. The job goes on."""
         self.steps = 0
         self.first: Any = None
         self.last: Any = None
@@ -175,7 +206,7 @@ class Recorder:
                     self._library.impl(operator, self._kernel(operator, key), key)
         optimizers.register_optimizer_step_pre_hook(self._begins)
         optimizers.register_optimizer_step_post_hook(self._stepped)
-        atexit.register(self.write)
+        atexit.register(self.finish)
 
     def _kernel(self, operator: str, key: str) -> Callable[..., Any]:
         torch = self.torch
@@ -183,36 +214,49 @@ class Recorder:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
         def kernel(*args: Any) -> Any:
+            name, sent, _ = CALLS[operator]
+            call: Any = None
+            with self._harmless(name):  # before the call, which may replace a sparse tensor
+                call = _Call(name, list(sent(args)))
             began = time.perf_counter()
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 result = original(*args)
-            self._note(operator, args, result, began)
+            if call is not None:
+                with self._harmless(name):
+                    self._note(call, operator, args, result, began)
             return result
 
         return kernel
 
-    def _note(self, operator: str, args: Sequence[Any], result: Any, began: float) -> None:
-        dist = self.torch.distributed
-        name, sent, equal = CALLS[operator]
-        tensors = list(sent(args))
+    @contextlib.contextmanager
+    def _harmless(self, what: str) -> Iterator[None]:
+        """Record an error of the recorder instead of raising it in the job."""
+        try:
+            yield
+        except Exception as error:
+            self.failures.setdefault(what, f"{type(error).__name__}: {error}"[:200])
+
+    def _note(
+        self, call: "_Call", operator: str, args: Sequence[Any], result: Any, began: float
+    ) -> None:
+        """Count a call and, if it is to be compared, digest its result."""
+        dist, name = self.torch.distributed, call.name
         group = dist.ProcessGroup.unbox(next(a for a in args if type(a).__name__ == "ScriptObject"))
         work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
         ranks = group.size()
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "-"
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        took = self.totals.called((name, dtype, ranks), nbytes)
+        took = self.totals.called((name, call.dtype, ranks), call.nbytes)
 
         def ended(*_: Any) -> None:
             took(time.perf_counter() - began)
 
-        if tensors and tensors[0].is_cuda:
+        if call.is_cuda:
             work.wait()  # the future of an NCCL call is done before the call is
             self.torch.cuda.current_stream().synchronize()
             ended()
         else:
             with contextlib.suppress(RuntimeError):  # gloo has no future of a message to one rank
                 work.get_future().add_done_callback(ended)
-        results = equal(args)
+        results = CALLS[operator][2](args)
         if results and ranks == dist.get_world_size():
             label = self._label(group)
             count = self.counts[label] = self.counts.get(label, -1) + 1
@@ -243,14 +287,15 @@ class Recorder:
         self.last = {"time": time.perf_counter(), "totals": totals, "hooks": self._hooks()}
         self.first = self.first or self.last
         if self.steps % self.every == 0 or self.steps == 1:
-            self._check_parameters(optimizer)
+            self._check_parameters(optimizer, "parameters")
             self.write()
 
-    def _check_parameters(self, optimizer: Any) -> None:
+    def _check_parameters(self, optimizer: Any, name: str) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         in_round = any(getattr(hook, "_open", 0) for hook in self._alive())  # of local steps
         if not in_round and not any(map(sharded, parameters)):
-            self.digests.setdefault("parameters", {})[self.steps] = digest(parameters)
+            with self._harmless(name):
+                self.digests.setdefault(name, {})[self.steps] = digest(parameters)
 
     def _alive(self) -> list[Any]:
         """Return the hooks that `_hooks` found and that still exist."""
@@ -273,11 +318,17 @@ class Recorder:
             for hook in self._alive()
         ]
 
+    def finish(self) -> None:
+        """Write the record with the parameters as they are when the process leaves."""
+        optimizer = self.optimizer and self.optimizer()
+        if optimizer is not None and self.torch.distributed.is_initialized():
+            self.digests.pop(END, None)
+            self._check_parameters(optimizer, END)
+        self.write()
+
     def write(self) -> None:
         """Write the record of this rank."""
-        dist, optimizer = self.torch.distributed, self.optimizer and self.optimizer()
-        if optimizer is not None:
-            self._check_parameters(optimizer)
+        dist = self.torch.distributed
         if not dist.is_initialized():
             return
         now = self.totals.now()
@@ -289,6 +340,7 @@ class Recorder:
             "here": _here(rank),
             "steps": self.steps,
             "digests": self.digests,
+            "failures": self.failures,
             **{name: _plain(snapshot) for name, snapshot in snapshots.items() if snapshot},
         }
         path = os.path.join(self.folder, f"rank-{rank}.json")
