@@ -386,7 +386,11 @@ def without_trials(runs: Sequence[Run]) -> list[Run]:
 def _places(folder: Path) -> list[Path]:
     """Return what `load` reads of a path: files of rows and JSON, and folders of runs."""
     files.check_regular(folder)
-    if not folder.exists():
+    try:
+        exists = folder.exists()
+    except OSError as error:
+        raise files.unreadable(error, folder) from error
+    if not exists:
         raise UsageError(f"{folder} does not exist; `gcbench run` writes to results/runs")
     if folder.is_file():
         if folder.suffix not in (".json", ".parquet"):

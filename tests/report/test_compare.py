@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,24 +358,25 @@ def test_links_to_runs_are_followed_and_end(tmp_path: Path) -> None:
     assert run.summary.compressor_name == "x"
 
 
-def test_what_may_not_be_read_is_no_empty_folder(tmp_path: Path) -> None:
+def test_what_may_not_be_read_is_no_empty_folder() -> None:
     """A process of its own gives up the rights of root, if it has them."""
-    place = write(tmp_path / "runs", summary(), summary("x"))
-    hidden, listed = sorted(place.iterdir())
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom gcbench.results.reader import load\n"
         "if not os.geteuid():\n    os.seteuid(65534)\nload([Path(sys.argv[1])])"
     )
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    for one, mode in ((hidden, 0o000), (listed, 0o444), (listed / "summary.json", 0o000)):
-        one.chmod(mode)
-        command = [sys.executable, "-c", code, str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        one.chmod(0o755)
-        assert "GcbenchError" in done.stderr, mode
-        assert f"{one} cannot be read" in done.stderr or f"{one}/" in done.stderr
-        assert "delete" not in done.stderr
+    with tempfile.TemporaryDirectory() as top:
+        place = write(Path(top) / "runs", summary(), summary("x"))
+        first, second = sorted(place.iterdir())
+        Path(top).chmod(0o755)
+        summary_file = second / "summary.json"
+        for one, mode in ((first, 0), (second, 0o444), (summary_file, 0), (Path(top), 0)):
+            one.chmod(mode)
+            command = [sys.executable, "-c", code, str(place)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            one.chmod(0o755)
+            error = done.stderr.splitlines()[-1]
+            assert re.search(rf"GcbenchError: {one}\b.* cannot be read", error), error
+            assert "delete" not in error
 
 
 def test_a_run_found_twice_is_taken_once(
