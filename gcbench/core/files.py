@@ -58,10 +58,10 @@ def check_regular(path: Path) -> None:
 
 
 def unreadable(error: OSError, path: Path) -> GcbenchError:
-    """Return the error for a file or folder that the system does not let be read."""
+    """Return the error for a file or folder that the system refuses to read."""
     name = error.filename or path
     return GcbenchError(
-        f"{name} cannot be read ({error.strerror}); change its permissions, or name other folders"
+        f"{name} cannot be read ({error.strerror}); check its permissions, or name other folders"
     )
 
 

@@ -30,8 +30,8 @@ class Here(NamedTuple):
     kernels: Path
     """A file for --kernels."""
     changes: dict[str, object]
-    """Changes of a cluster's settings: the link between the machines of torchrun's ranks, or a note
-    that none was measured."""
+    """Changes to a cluster's settings: the link between torchrun's machines, or a note that it was
+    not measured; else empty."""
 
 
 FITTED = frozenset({"inter", "inter.gbit", "inter.latency_us", "transport"})
