@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gcbench.commands import RUNS, Output, numbers, option, with_groups
+from gcbench.commands import RUNS, Output, numbers, option, say, with_groups
 from gcbench.commands.predict import CLUSTER_YAML, Job, compressed
 from gcbench.core.errors import UsageError
 
@@ -70,10 +70,12 @@ def advise(
                     "leave one of the two out"
                 )
         here = measuring.measure(
-            chosen, device or "cpu", out.results, out.progress.value, force=out.force
+            chosen, device or "cpu", out.results, out.progress.value, job.place(), force=out.force
         )
         if here is None:
             return  # worker 0 prints
+        if here.stored is not None:
+            say(f"already measured{here.stored}; --force measures again")
         job, changes = job._replace(kernels=str(here.kernels)), here.changes
     places = runs if runs is not None else advice.default_places(RUNS)
     settings = job.settings(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from gcbench.commands import Output, make, numbers, option, refuse_unused, with_groups
 from gcbench.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from gcbench.predict.clusters import Cluster
 
 CLUSTER_YAML = """
 A cluster's YAML file has gpus_per_node, device (a name, or name, tflops and memory_gbyte), intra
@@ -92,11 +95,11 @@ class Job(NamedTuple):
         ),
     ] = "assumed"
 
-    def settings(self, kind: Any, changes: Mapping[str, Any], **more: Any) -> Any:
-        """Return settings of class `kind`; `changes`: of the cluster, as `clusters.load` has them.
+    def place(self, changes: Mapping[str, Any] | None = None) -> Cluster:
+        """Return the cluster with `changes`, as `clusters.load` has them, and those of the flags.
 
         Raises:
-            UsageError: a value is out of range, or given by two flags.
+            UsageError: see `clusters.load`; or a setting is given by two flags.
         """
         from gcbench.predict import clusters
         from gcbench.training import grid
@@ -109,10 +112,17 @@ class Job(NamedTuple):
                     "set the same: give one"
                 )
             updates["overlap"] = self.overlap
+        return clusters.load(self.cluster, {**(changes or {}), **updates})
+
+    def settings(self, kind: Any, changes: Mapping[str, Any], **more: Any) -> Any:
+        """Return settings of class `kind`; `changes`: see `place`.
+
+        Raises:
+            UsageError: a value is out of range, or given by two flags.
+        """
         fields = ("model", "module", "batch", "compute_ms", "sharded", "dense_last", "dense_below")
         fields_of_job = {name: getattr(self, name) for name in (*fields, "kernels")}
-        cluster = clusters.load(self.cluster, {**changes, **updates})
-        return make(kind, FLAGS, **{**fields_of_job, "cluster": cluster, **more})
+        return make(kind, FLAGS, **{**fields_of_job, "cluster": self.place(changes), **more})
 
 
 FLAGS = {"compressors": "--compressor"}

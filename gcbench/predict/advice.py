@@ -35,7 +35,8 @@ from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
 from gcbench.results import reader
 from gcbench.results.schema import Summary
 from gcbench.results.settings import DEFAULTS, ROLES
-from gcbench.training import suites
+from gcbench.training import grid, suites
+from gcbench.training.methods import parse
 
 KIND = "advice"
 TRY, CANNOT_TELL, UNTESTED = "try", "cannot tell", "untested"
@@ -56,6 +57,8 @@ MOST_ACCUMULATED, MOST_LOCAL = 64, 1024
 """The most batches per exchange that a plan proposes."""
 MOST_LAB = 1.0
 """The fastest links, in Gbit/s, that netlab can have between nodes of one machine."""
+LEAST_DELAY_US, MOST_LAB_WORKERS = 1000.0, 8
+"""The shortest delay, in us, and the most workers of a lab that an answer proposes."""
 BRIEF = 2
 """Number of methods in the short plan."""
 
@@ -524,7 +527,9 @@ def _plan(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> lis
         many = row(f"accumulate {count}", count * compute + wait, count, CHANGES)
         examples = f"{workers * batch * count:,} {unit(prepared)} per step"
         blocking = cluster.model_copy(update={"overlap": 0.0, "buckets": None})
-        wait = prepared.plain.seconds(workers, blocking) - compute
+        rounds = Plain(prepared.network, compute, FLOAT, 0.0)
+        rounds.buffers = 0  # local steps exchange parameters alone
+        wait = rounds.seconds(workers, blocking) - compute
         local = _batches(wait, compute, settings.margin, MOST_LOCAL)
         steps = row(f"{LOCAL} {local}", local * compute + wait, local, CHANGES)
         plan += [{**many, "changes": examples}] * (count > 1)
@@ -646,15 +651,33 @@ def _fewer_exchanges(plan: Sequence[Row], error: float) -> str:
 
 
 def _how_to_know(settings: Settings, choice: str) -> str:
-    """Return how to measure the speed and the accuracy of an option, as text."""
-    specs = dict.fromkeys(("none", "bf16", choice.partition(" by ")[0]))
-    chosen = ",".join(spec for spec in specs if spec != FP32)
-    gbit = settings.cluster.inter.gbit
-    speed = f"gcbench netlab --bandwidth {1e3 * gbit:g}mbit -- run --compressor {chosen}"
-    if gbit > MOST_LAB:
-        speed = f"torchrun ... -m gcbench bandwidth --compressor {chosen}"
+    """Return how to measure the speed and the accuracy of an option, as text.
+
+    `choice`: an uncompressed option, or "METHOD by COLLECTIVE".
+    """
+    spec, _, collective = choice.partition(" by ")
+    specs = [one for one in dict.fromkeys(("none", BF16, spec)) if one != FP32]
+    legal = {one: parse(one).legal_collectives() for one in specs}
+    usual = not collective or settings.sharded or collective == legal[spec][0]
+    others = [one for one in specs if not usual and collective not in legal[one]]
+    cluster, workers = settings.cluster, settings.workers[0]
+    link = cluster.inter if cluster.nodes_of(workers) > 1 else cluster.intra
+    if link.gbit > MOST_LAB:
+        names = dict.fromkeys((collective, *(legal[one][0] for one in others)))
+        by = "" if usual else f" --collective {','.join(names)}"
+        speed = f"`torchrun ... -m gcbench bandwidth --compressor {','.join(specs)}{by}`"
+    else:
+        lab = f"gcbench netlab --bandwidth {1e3 * link.gbit:g}mbit"
+        if link.latency_us >= LEAST_DELAY_US:
+            lab += f" --delay {link.latency_us / 1e3:g}ms"
+        if workers <= MOST_LAB_WORKERS:
+            lab += f" --workers {workers}"
+        same = ",".join(one for one in specs if one not in others)
+        runs = [same if usual else f"{same} --collective {collective}"]
+        runs += [",".join(others)] if others else []
+        speed = " and ".join(f"`{lab} -- run --compressor {words}`" for words in runs)
     train = "train your model with each, over several seeds"
-    return f"To measure the speed: `{speed}`. To measure the accuracy: {train}."
+    return f"To measure the speed: {speed}. To measure the accuracy: {train}."
 
 
 def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) -> str:
@@ -741,8 +764,10 @@ def _paste(settings: Settings, row: Row | None, choice: str) -> str:
     shard = f"`fully_shard(part, mp_policy={policy})`"
     if row is None:
         return f"Paste: {shard}."
-    name, *fields = str(row["method"]).split(":")
-    words = [repr(name), *(f"{one.partition('=')[0]}={_literal(one)}" for one in fields)]
+    spec = str(row["method"])
+    method, fields = parse(spec), grid.method(spec)[1]
+    words = [repr(spec.partition(":")[0])]
+    words += [f"{field}={getattr(method, field)!r}" for field in fields]
     hook = "shard_hook" if settings.sharded else "comm_hook"
     words += [f"collective={row['collective']!r}"] * (not settings.sharded)
     words += ["optimizer=optimizer"]
@@ -750,16 +775,6 @@ def _paste(settings: Settings, row: Row | None, choice: str) -> str:
     words += [f"dense_below={settings.dense_below}"] * bool(settings.dense_below)
     line = f"`hook = gcbench.{hook}({', '.join(words)}).register(model)`"
     return f"Paste: {shard} for each part, then {line}." if settings.sharded else f"Paste: {line}."
-
-
-def _literal(field: str) -> str:
-    """Return the value of "field=value" as Python source."""
-    value = field.partition("=")[2]
-    try:
-        float(value)
-    except ValueError:
-        return repr(value)
-    return value
 
 
 # ---- the evidence in words -----------------------------------------------------------------------

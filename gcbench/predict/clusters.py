@@ -264,6 +264,8 @@ def load(spec: str, changes: Mapping[str, Any] | None = None) -> Cluster:
             fields[outer] = {**(part if isinstance(part, dict) else {}), inner: value}
         else:
             fields[outer] = value
+    if {"inter", "inter.gbit"} & (changes or {}).keys() and "note" not in (changes or {}):
+        fields["note"] = ""  # it has the source of another rate
     if isinstance(fields.get("device"), str):
         fields["device"] = _device(fields["device"])
     try:

@@ -209,7 +209,8 @@ def of_module(spec: str) -> Network:
 
     Raises:
         UsageError: the name does not exist, the call fails or ends the program, or the result is
-            not a module, has no parameters with a gradient, or has lazy ones.
+            not a module, has no parameters with a gradient, or has some that are lazy or not in
+            float32.
     """
     from torch import nn
 
@@ -252,6 +253,12 @@ def of_module(spec: str) -> Network:
     if not any(one.numel() for one in trained.values()):
         raise UsageError(
             f"--module {spec}: no parameter has requires_grad, so there is no gradient to exchange"
+        )
+    if half := {str(one.dtype).removeprefix("torch.") for one in trained.values()} - {"float32"}:
+        raise UsageError(
+            f"--module {spec}: parameters in {', '.join(sorted(half))}; predictions are for "
+            "gradients of float32 parameters. Return the module in float32; DDP would reduce the "
+            "gradients of bfloat16 parameters as in the row bf16"
         )
     last = set(classifier(module)) & trained.keys()
     names = sorted(trained, key=lambda name: name in last)

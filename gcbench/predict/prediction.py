@@ -25,10 +25,11 @@ from gcbench.core import progress, registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
-from gcbench.predict import costs, networks, throughput
+from gcbench.predict import costs, networks, throughput, traffic
 from gcbench.predict.clusters import Cluster
 from gcbench.predict.networks import Network
 from gcbench.predict.steps import HALF, Gains, Plain, Spend, Step, pays, simplest
+from gcbench.predict.transport import ACHIEVED
 from gcbench.predict.validation import Bands, bands
 from gcbench.profile.breakeven import CAST, FLOAT, links_text, rate_text
 from gcbench.report import figures
@@ -202,6 +203,13 @@ def prepare(settings: Settings, *, every: bool = False) -> Prepared:
     cases: list[tuple[str, Compressor, str]] = []
     refused: dict[str, str] = {}
     for spec, method in chosen.items():
+        if traffic.depends_on_scale(method):
+            refused[spec] = (
+                f"{spec}: the size of its payload depends on how large gradients are, which a "
+                "prediction does not know; measure it in training: "
+                f"`gcbench run --compressor {spec}`"
+            )
+            continue
         legal = _collectives(method, settings, every=every)
         if settings.sharded:
             if "twoshot" not in method.legal_collectives():
@@ -283,8 +291,11 @@ def _assumptions(
             f"; {cluster.gpus_per_node} {cluster.device.name} per node: {_link_text(cluster.intra)}"
         )
     library = cluster.library
-    shares = ", ".join(f"{share:.0%}" for share in dict.fromkeys(library.shares.values()))
-    text += f"; {library.name} achieves {shares} of it ({library.source})"
+    if library.name == ACHIEVED:
+        text += "; taken as a rate that collectives achieve"
+    else:
+        shares = ", ".join(f"{share:.0%}" for share in dict.fromkeys(library.shares.values()))
+        text += f"; {library.name} achieves {shares} of it ({library.source})"
     if cluster.overlap:
         count = len(cluster.parts(network.arrival))
         share = "" if cluster.overlap == 1 else f"{cluster.overlap:.0%} of "

@@ -5,7 +5,9 @@ step = forward and backward + encode + decode + communication that the backward 
 Communication is cut into DDP's buckets, which hide under the backward pass as they become ready
 (`Cluster.exposed`). DDP also broadcasts the model's buffers before every forward pass. With
 `sharded` (FSDP) the bf16 parameters are gathered before the forward pass and again before the
-backward pass, and gradients are reduce-scattered; a method replaces only that reduce-scatter.
+backward pass, and gradients are reduce-scattered; a method replaces only that reduce-scatter. In
+the topology "nodes" it is hybrid sharding: parameters are gathered and gradients reduce-scattered
+inside nodes, and the replicas on different nodes exchange the means of their shards.
 """
 
 from __future__ import annotations
@@ -72,11 +74,14 @@ class Step:
         self.cut = True
         """Whether each device of a node encodes only its share of the node's sum."""
 
-    def messages(self, workers: int) -> list[traffic.Message]:
-        """Return the messages of a step; a single worker sends none."""
+    def messages(self, workers: int, *, whole: bool = False) -> list[traffic.Message]:
+        """Return the messages of a step; a single worker sends none.
+
+        `whole`: every worker receives the whole mean, also with `sharded`.
+        """
         if workers == 1:
             return []
-        if not self.sharded:
+        if whole or not self.sharded:
             return traffic.exchange(self.method, self.collective, self.lanes, workers)
         compressed = traffic.exchange(self.method, self.collective, (self.lanes[0], ()), workers)
         dense = traffic.dense_bytes(self.lanes[1])
@@ -108,18 +113,22 @@ class Step:
             # an all-reduce adds before the exchange between nodes and distributes the mean after it
             kind = "reducescatter" if self.sharded else "allreduce"
             communicate = cluster.seconds(kind, self.width * numel, inside, calls)
-        messages = self.messages(among)
+        scattered = self.sharded and topology == "flat"
+        messages = self.messages(among, whole=not scattered)
         communicate += sum(
-            network.seconds(sent.kind, sent.nbytes, among, calls) for sent in messages
+            network.seconds(kind, nbytes, among, calls)
+            for sent in messages
+            for kind, nbytes in sent.calls(cluster.library, among)
         )
         encode = decode = 0.0
         if among > 1:
-            collective = "reducescatter" if self.sharded else self.collective
+            collective = "reducescatter" if scattered else self.collective
             encode, decode = spend(collective, self.elements / (inside if self.cut else 1), among)
         exposed = broadcast
         if self.sharded:
-            shard = PARAMETER * (numel + self.network.frozen) / workers
-            gather = cluster.seconds("allgather", shard, workers, calls)
+            owners = workers if scattered else inside
+            shard = PARAMETER * (numel + self.network.frozen) / owners
+            gather = cluster.seconds("allgather", shard, owners, calls)
             exposed = cluster.exposed(gather, (1 - BACKWARD) * compute, parts)
         exposed += cluster.exposed(gather + communicate, BACKWARD * compute, parts)
         moved = traffic.total(messages, among)
@@ -158,11 +167,11 @@ class Plain(Step):
         super().__init__(network, compute, none, "allreduce", lanes, spend, sharded=sharded)
         self.width, self.cut = width, False  # casts come before all additions
 
-    def messages(self, workers: int) -> list[traffic.Message]:
+    def messages(self, workers: int, *, whole: bool = False) -> list[traffic.Message]:
         """Return the reduction of the gradients; a single worker sends none."""
         if not self.width or workers == 1:
             return []
-        kind = "reducescatter" if self.sharded else "allreduce"
+        kind = "reducescatter" if self.sharded and not whole else "allreduce"
         return [traffic.Message(kind, float(self.width * self.network.numel))]
 
 

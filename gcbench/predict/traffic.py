@@ -30,6 +30,7 @@ from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.core.sparse import DIGIT, SHIFTS, WORDS
 from gcbench.predict.networks import Shapes
+from gcbench.predict.transport import Transport
 
 SAMPLED = 256
 WEIGHED = 3907 * TILE
@@ -51,6 +52,17 @@ class Message:
     """Bytes that a worker contributes, mean over workers; "hops" send (N - 1) / N of them."""
     aggregated: bool = False
     """Whether it carries merged shards from their owners to all workers."""
+    ordered: bool = False
+    """Whether it is a sum of floats, which on the CPU is added in the order of the ranks."""
+
+    def calls(self, library: Transport, workers: int) -> list[tuple[str, float]]:
+        """Return the collectives that carry it out, and what each worker contributes to them.
+
+        Over gloo an `ordered` sum is an all-to-all and an all-gather (`World`).
+        """
+        if self.ordered and library.name == "gloo":
+            return [("alltoall", self.nbytes), ("allgather", self.nbytes / workers)]
+        return [(self.kind, self.nbytes)]
 
     def payload(self, workers: int) -> tuple[float, float]:
         """Return the bytes of a worker up and down, as `World` counts them."""
@@ -90,9 +102,9 @@ def total(messages: Sequence[Message], workers: int) -> Traffic:
     )
 
 
-def _normal(method: Compressor, segments: Segments) -> Payload:
-    """Return the payload of a normal gradient."""
-    x = torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
+def _normal(method: Compressor, segments: Segments, scale: float = 1.0) -> Payload:
+    """Return the payload of a normal gradient with the standard deviation `scale`."""
+    x = scale * torch.randn(segments.numel, generator=torch.Generator().manual_seed(0))
     ctx = Context(segments, key=Key(0, 0, 0, 0, purposes.ENCODE))
     shared, _ = codec.agree(method, [x], ctx)
     return codec.encode(method, x, ctx._replace(shared=shared))
@@ -111,6 +123,18 @@ def _measured_size(method: Compressor, segments: Segments) -> tuple[float, int]:
     """Return bytes and parts of a payload whose layout is not declared."""
     payload, _, factor = _weigh(method, segments)
     return payload.nbytes * factor, len(payload.parts)
+
+
+def depends_on_scale(method: Compressor) -> bool:
+    """Return whether a payload's size changes by over 10 % if the gradient is 1,000 times smaller.
+
+    Such as that of a threshold: no prediction knows its size.
+    """
+    tile = Segments((0, TILE))
+    if method.layout(tile) is not None:
+        return False
+    large, small = (_normal(method, tile, scale).nbytes for scale in (1.0, 1e-3))
+    return not 0.9 * large <= small <= 1.1 * large
 
 
 def payload_bytes(method: Compressor, segments: Segments, count: int = 1) -> tuple[float, int]:
@@ -135,16 +159,20 @@ def _rounds(method: MultiRoundCompressor, segments: Segments) -> list[Message]:
     layout = method.layout(segments)
     if layout is None:
         nbytes, parts = _measured_size(method, segments)
-        return [Message("allreduce", nbytes / parts)] * parts
-    return [Message("allreduce", float(layout_bytes((part,)))) for part in layout]
+        return [Message("allreduce", nbytes / parts, ordered=True)] * parts
+    return [Message("allreduce", float(layout_bytes((part,))), ordered=True) for part in layout]
 
 
-def _summed(method: Compressor, segments: Segments, workers: int) -> float:
-    """Return the bytes that one worker contributes to an all-reduce of payloads."""
+def _summed(method: Compressor, segments: Segments, workers: int) -> Message:
+    """Return the all-reduce of payloads."""
     if type(method).summand is Compressor.summand:
-        return payload_bytes(method, segments)[0]
+        tile = _normal(method, Segments((0, TILE)))
+        nbytes, _ = payload_bytes(method, segments)
+        return Message("allreduce", nbytes, ordered=tile.parts[0].is_floating_point())
     payload, part, factor = _weigh(method, segments)
-    return method.summand(payload, Context(part, workers=workers)).nbytes * factor
+    summand = method.summand(payload, Context(part, workers=workers))
+    floats = summand.parts[0].is_floating_point()
+    return Message("allreduce", summand.nbytes * factor, ordered=floats)
 
 
 def _try_merge(method: Compressor, workers: int) -> None:
@@ -258,7 +286,7 @@ def _messages(
         return _rounds(method, segments)
     messages = agreement(method, segments)
     if collective == "allreduce":
-        messages.append(Message("allreduce", _summed(method, segments, workers)))
+        messages.append(_summed(method, segments, workers))
     elif collective == "allgather":
         nbytes, parts = payload_bytes(method, segments)
         if parts:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gcbench.core import files, progress
 from gcbench.predict.clusters import BACKWARD, Cluster, Device, Link
-from gcbench.predict.transport import LARGE
+from gcbench.predict.transport import ACHIEVED, LARGE
 from gcbench.profile.breakeven import rate_text
 from gcbench.report import figures
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
@@ -183,7 +183,7 @@ def bands_over(transport: str, gbit: float) -> Bands:
 
     Links of rates that were achieved ("achieved") use the tests of NCCL.
     """
-    name = "nccl" if transport == "achieved" else transport
+    name = "nccl" if transport == ACHIEVED else transport
     plain = [one for one in measured() if one.tests and not one.compressed]
     tests = [one for one in plain if one.transport == name]
     nearest = min((one.gbit for one in tests), key=lambda rate: abs(math.log(rate / gbit)))

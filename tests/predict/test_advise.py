@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import gcbench
 from gcbench.core import registry
 from gcbench.core.errors import UsageError
-from gcbench.predict import advice, costs, evidence, measuring, networks, traffic
+from gcbench.predict import advice, clusters, costs, evidence, measuring, networks, traffic
 from gcbench.report.analysis import load
 from gcbench.results import rows
 from gcbench.training import suites
@@ -1025,6 +1025,83 @@ def test_the_pasted_line_is_valid_python() -> None:
                     "dense_last": True, "dense_below": 9}  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        ("terngrad:share=false", {"share": False}),
+        ("randomk:scaled=false:ratio=0.1", {"scaled": False, "ratio": 0.1}),
+        ("qsgd:norm=max", {"norm": "max"}),
+    ],
+)
+def test_the_pasted_line_has_fields_of_any_type(spec: str, fields: dict[str, Any]) -> None:
+    """share='false' had been refused by the hook."""
+    settings = advice.Settings.model_construct(sharded=False, dense_last=False, dense_below=0)
+    row = {"method": spec, "collective": "allgather"}
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(advice._paste(settings, row, spec).split("`")[1]))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "comm_hook"
+    )
+    words = {word.arg: word.value for word in call.keywords}
+    assert {name: ast.literal_eval(words[name]) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workers", "choice", "commands"),
+    [
+        (  # the link's rate, delay and workers
+            "rtx4090x1-internet",
+            3,
+            "int8 by twoshot",
+            ["netlab --bandwidth 180mbit --delay 20ms --workers 3 -- run --compressor "
+             "none,bf16,int8"],
+        ),
+        (  # a collective that bf16 does not have
+            "a100x8-25g",
+            32,
+            "terngrad by allreduce",
+            ["bandwidth --compressor none,bf16,terngrad --collective allreduce,twoshot"],
+        ),
+        (
+            "rtx4090x1-1g",
+            16,
+            "terngrad by allreduce",
+            ["netlab --bandwidth 1000mbit -- run --compressor none,terngrad --collective allreduce",
+             "netlab --bandwidth 1000mbit -- run --compressor bf16"],
+        ),
+        ("gtx1080x4-1gbe", 4, "bf16", ["bandwidth --compressor none,bf16"]),  # inside a node
+    ],
+)  # fmt: skip
+def test_the_proposed_measurement_is_of_the_option_on_its_link(
+    cluster, workers, choice, commands
+) -> None:
+    there = clusters.load(cluster)
+    settings = advice.Settings.model_construct(cluster=there, workers=[workers], sharded=False)
+    lines = advice._how_to_know(settings, choice).split("`")[1::2]
+    assert [line.partition("gcbench ")[2] for line in lines] == commands
+
+
+def test_local_steps_broadcast_no_buffers(tmp_path: Path, monkeypatch) -> None:
+    """They run without DDP; the broadcast of 50 MB had made 1,024 steps of 128."""
+    (tmp_path / "with_buffers.py").write_text(
+        "import torch\n\n\ndef plain():\n    return torch.nn.Linear(2048, 1024)\n\n\n"
+        "def make():\n    module = plain()\n"
+        "    module.register_buffer('seen', torch.zeros(12_500_000))\n    return module\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write(tmp_path / "r.parquet", plain())
+
+    def local(name: str) -> str:
+        words = ("--module", f"with_buffers:{name}", "--compute-ms", 20, "--runs", path, *ALONE)
+        where = ("--cluster", "rtx4090x1-1g", "--workers", 8, "--cluster-set", "inter.gbit=1")
+        plan = advise(tmp_path, *words, *where)["tables"][2]["rows"]
+        (option,) = (row["option"] for row in plan if row["option"].startswith("local steps"))
+        return option
+
+    assert local("make") == local("plain")
+
+
 def policy(line: str) -> Any:
     """Return the precision with which a pasted line shards."""
     names = {"torch": torch, "MixedPrecisionPolicy": MixedPrecisionPolicy, "part": 1}
@@ -1159,16 +1236,35 @@ def test_the_picture_has_every_option(tmp_path: Path, stored: Path) -> None:
 # ---- measured here -------------------------------------------------------------------------------
 
 
-def test_a_link_is_fitted_to_all_reduces_of_two_sizes() -> None:
-    """4 workers, 1 GB/s, 100 us per message: six messages and 1.5 times the bytes."""
-    seconds = {size: 6 * 100e-6 + 1.5 * size / 1e9 for size in (65536, 4194304)}
+@pytest.mark.parametrize(
+    ("name", "workers", "gbit", "latency_us"),
+    [
+        ("a100x1-10g", 4, 8.0, 100.0),
+        ("a100x1-10g", 32, 10.0, 30.0),
+        ("a100x8-25g", 16, 25.0, 25.0),
+        ("a100x8-25g", 32, 25.0, 25.0),
+        ("rtx4090x1-1g", 3, 1.0, 0.0),
+    ],
+)
+def test_the_cluster_predicts_the_all_reduces_to_which_its_link_is_fitted(
+    name, workers, gbit, latency_us
+) -> None:
+    """A flat ring was fitted, while the prediction took trees, and nodes first."""
+    sizes = (65536, 4194304)
+    link = {"inter.gbit": gbit, "inter.latency_us": latency_us, "transport": "achieved"}
+    seconds = {
+        size: clusters.load(name, link).seconds("allreduce", size, workers) for size in sizes
+    }
     rows = [{"collective": "all_reduce", "size": size, "p50": p50} for size, p50 in seconds.items()]
     table = SimpleNamespace(rows=[*rows, {"collective": "-", "size": 1, "p50": 9.0}])
-    result = SimpleNamespace(settings={"workers": 4}, table=lambda name: table)
-    assert measuring.link(result) == pytest.approx((8.0, 100.0))
+    result = SimpleNamespace(settings={"workers": workers}, table=lambda name: table)
+    fitted = dict(zip(link, measuring.link(result, clusters.load(name)), strict=False))
+    there = clusters.load(name, {**fitted, "transport": "achieved"})
+    for size, measured in seconds.items():
+        assert there.seconds("allreduce", size, workers) == pytest.approx(measured, rel=1e-6)
     rows[1]["p50"] = rows[0]["p50"] / 2
     with pytest.raises(UsageError, match="4194304"):
-        measuring.link(result)
+        measuring.link(result, clusters.load(name))
 
 
 @pytest.mark.usefixtures("forked")
@@ -1179,7 +1275,7 @@ def test_measured_kernels_replace_the_assumed_ones(
 
     A loopback on which no link can be fitted, as on a busy machine, ended the command.
     """
-    monkeypatch.setattr(measuring, "link", lambda _: pytest.fail("no link is asked for"))
+    monkeypatch.setattr(measuring, "link", lambda *_: pytest.fail("no link is asked for"))
     words = ("--measure", "--compressor", "terngrad", "--runs", stored, *SLOW)
     where = ("--results", tmp_path / "a", "--progress", "none", "--json")
     result = invoke("advise", *words, *where)
@@ -1187,6 +1283,9 @@ def test_measured_kernels_replace_the_assumed_ones(
     assert row["gain_low"] is not None
     assert result.json["settings"]["kernels"].endswith("times.json")
     assert result.json["settings"]["cluster"]["inter"]["gbit"] == 1
+    assert "already measured" not in result.err
+    again = invoke("advise", *words, *where)
+    assert "already measured; --force measures again" in again.err
     refused = invoke("advise", *words, *where, "--kernels", "m.json")
     assert (refused.code, "m.json" in refused.err) == (2, True)
 
@@ -1217,12 +1316,17 @@ def test_under_torchrun_the_link_between_machines_is_measured(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     (tmp_path / "x").mkdir()
-    result = SimpleNamespace(name="x")
+    result = SimpleNamespace(name="x", elsewhere="")
     monkeypatch.setattr(measuring.settings, "make", lambda **_: SimpleNamespace(workers=2))
     monkeypatch.setattr(measuring.bandwidth, "run", lambda *_, **__: (result, False))
     monkeypatch.setattr(measuring.analysis, "document", lambda _: {})
-    monkeypatch.setattr(measuring, "link", lambda _: (8.0, 100.0))
-    here = measuring.measure(["int8"], "cpu", tmp_path, None, force=False)
+    each: list[int] = []
+    monkeypatch.setattr(
+        measuring, "link", lambda _, cluster: each.append(cluster.gpus_per_node) or (8.0, 100.0)
+    )
+    cluster = clusters.load("a100x8-25g")
+    here = measuring.measure(["int8"], "cpu", tmp_path, None, cluster, force=False)
+    assert each == [1] * (local == "1")  # nodes as torchrun has them, not as the cluster has
     assert here is not None
     assert changes <= set(here.changes)
     assert here.changes.get("inter.gbit") == (8.0 if local == "1" else None)

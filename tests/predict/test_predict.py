@@ -382,6 +382,15 @@ def test_nodes_share_their_link_in_an_all_to_all_and_not_in_a_ring() -> None:
     assert (nodes.way(8), nodes.way(4), nodes.of_nodes.way(8)) == ("nodes", "flat", "flat")
 
 
+def test_another_rate_of_a_link_has_not_the_note_of_the_old_one() -> None:
+    """The note has the source of the rate."""
+    name = "rtx4090x1-internet"
+    assert clusters.load(name).note
+    assert clusters.load(name, {"inter.latency_us": 5}).note
+    assert not clusters.load(name, {"inter.gbit": 1}).note
+    assert clusters.load(name, {"inter.gbit": 1, "note": "mine"}).note == "mine"
+
+
 def test_an_invalid_cluster_is_refused_with_the_reason(tmp_path) -> None:
     path = tmp_path / "mine.yaml"
     whole = "gpus_per_node: 2\nnodes: 4\ndevice: a100\nintra: {gbit: 100}\ninter: {gbit: 10}\n"
@@ -1088,6 +1097,69 @@ def test_a_method_must_beat_the_faster_of_fp32_and_bf16() -> None:
     assert "fp32 all-reduce. Cannot tell" in within
     assert "int8 is predicted 1.03 times" in within
     assert "try int8" in first_choice({**plain, "int8": (0.95, 0.95)}, 0.05, plain=0.21)
+
+
+def test_hybrid_sharding_gathers_inside_nodes_and_exchanges_whole_means(tmp_path) -> None:
+    """With `topology=nodes`, as shard_hook(between=...) does."""
+    words = ["--workers", "32", "--compressor", "int8", "--sharded", "--cluster", "a100x8-25g"]
+    rows = predict(tmp_path, *words, "--cluster-set", "topology=nodes")
+    int8 = next(row for row in rows["predictions"] if row["method"] == "int8")
+    cluster, network = clusters.load("a100x8-25g"), networks.network("resnet50")
+    calls = len(cluster.parts(network.arrival))
+    gathered = cluster.seconds("allgather", 2 * network.numel / 8, 8, calls)
+    assert int8["gather_seconds"] == pytest.approx(2 * gathered)
+    method = registry.compressor("int8")
+    sent = traffic.exchange(method, "twoshot", (network.shapes, ()), 4)
+    assert int8["wire_bytes"] == pytest.approx(traffic.total(sent, 4).wire)
+
+
+def test_sums_of_floats_over_gloo_are_timed_as_they_are_sent() -> None:
+    """An all-to-all and an all-gather, as in the tests of `validation`; integers as an all-reduce.
+
+    torch's own all-reduce is not in rank order.
+    """
+    network, workers = networks.network("resnet20"), 4
+    gloo = flat(transport="gloo", overlap=0.0)
+
+    def communicate(name: str) -> float:
+        method, lanes = registry.compressor(name), (network.shapes, ())
+        step = steps.Step(network, 1.0, method, "allreduce", lanes, lambda *_: (0.0, 0.0))
+        return step.at(workers, gloo)["communicate_seconds"]
+
+    def timed(name: str, *kinds: str) -> float:
+        messages = traffic.exchange(
+            registry.compressor(name), "allreduce", (network.shapes, ()), workers
+        )
+        sums = [one for one in messages if one.kind == "allreduce"]
+        parts = {"allreduce": 1, "alltoall": 1, "allgather": workers}
+        return sum(
+            gloo.seconds(kind, one.nbytes / parts[kind], workers) for one in sums for kind in kinds
+        )
+
+    for name in ("powersgd", "randomk"):
+        assert communicate(name) == pytest.approx(timed(name, "alltoall", "allgather"))
+    assert communicate("terngrad") == pytest.approx(timed("terngrad", "allreduce"))
+
+
+def test_sizes_that_depend_on_the_gradients_are_not_predicted(tmp_path) -> None:
+    """The size for normal values of variance 1 had been said to be the method's."""
+    specs = "threshold,lossless,qsgd:coding=omega-dense"
+    where = ("--results", tmp_path, "--progress", "none", "--json", "--workers", "8")
+    document = invoke("predict", "--compressor", specs, *where).json
+    table = document["tables"][0]
+    assert {row["method"] for row in table["rows"]} >= {"lossless", "qsgd:coding=omega-dense"}
+    assert "threshold" not in {row["method"] for row in table["rows"]}
+    assert any(note.startswith("Refused: threshold: ") for note in table["notes"])
+
+
+def test_a_module_in_half_precision_is_refused(tmp_path, monkeypatch) -> None:
+    """Its gradients have half the bytes, and DDP reduces them in bf16."""
+    (tmp_path / "half_of_scale.py").write_text(
+        "import torch\n\n\ndef make():\n    return torch.nn.Linear(8, 8, dtype=torch.bfloat16)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="bfloat16"):
+        networks.of_module("half_of_scale:make")
 
 
 def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
