@@ -34,9 +34,12 @@ ROOM = 1.1
 SMALL = 4096
 """Bytes per step beyond the expected ones that are not reported."""
 PATTERN = re.compile(r"([a-z][a-z0-9_]*)?(?:/([0-9]*\.?[0-9]+(?:e[0-9]+)?))?")
-END = "parameters at the end"
-PARAMETERS = ("parameters", END)
-"""Names of digests of parameters in a record; the second: when the process left."""
+PARAMETERS = "parameters"
+"""Prefix of the names of digests of parameters in a record; the others are of collectives."""
+END = " at the end"
+"""Suffix of the names of digests of parameters when the process left."""
+UNCOUNTED = "bytes of "
+"""Prefix of failures by which the numbers of bytes are too low."""
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -114,8 +117,9 @@ def analysis(settings: Settings, command: str, records: Sequence[Record]) -> Ana
     steps = min(record["steps"] for record in records)
     problems = [
         *missing(records),
+        *uneven(records),
         *disagreements(records, sharded=settings.sharded),
-        *unexpected(settings, rows, steps),
+        *unexpected(settings, rows, records),
         *unused_hooks(records),
     ]
     if steps > 1:
@@ -214,13 +218,31 @@ def missing(records: Sequence[Record]) -> list[str]:
     return [f"Ranks {sorted(lost)} wrote no record."] if lost else []
 
 
+def digests(records: Sequence[Record], *, sharded: bool) -> dict[str, dict[int, list[Any]]]:
+    """Return the digests of all records, or None, by name and by the number of the call or step.
+
+    Those of the end are compared whatever the number of steps, so they have the number 0.
+    """
+    names = sorted({name for each in records for name in each["digests"]})
+    collected: dict[str, dict[int, list[Any]]] = {}
+    for name in sorted(names, key=lambda name: name.endswith(END)):
+        if sharded and name.startswith(PARAMETERS):
+            continue
+        columns: list[dict[int, Any]] = [
+            {0 if name.endswith(END) else int(count): value for count, value in column.items()}
+            for column in (each["digests"].get(name, {}) for each in records)
+        ]
+        counts = sorted({count for column in columns for count in column})
+        collected[name] = {count: [column.get(count) for column in columns] for count in counts}
+    return collected
+
+
 def compared(records: Sequence[Record], *, sharded: bool) -> int:
     """Return the number of results that more than one rank has recorded."""
     return sum(
-        any(count in other["digests"].get(name, {}) for other in records[1:])
-        for name, mine in records[0]["digests"].items()
-        if not (name in PARAMETERS and sharded)
-        for count in mine
+        len(values) - values.count(None) > 1
+        for by_count in digests(records, sharded=sharded).values()
+        for values in by_count.values()
     )
 
 
@@ -234,31 +256,49 @@ def agreement(checks: int) -> str:
     return f"No fault: {counted(checks, 'result')} equal on all recorded ranks, bit for bit."
 
 
+def uneven(records: Sequence[Record]) -> list[str]:
+    """Return a sentence on the first optimizer whose number of steps differs between ranks.
+
+    A rank that was ended before its last record has an unknown number.
+    """
+    ended = [each for each in records if each.get("finished")]
+    for i in range(max((len(each["optimizers"]) for each in ended), default=0)):
+        ranks: dict[int, list[int]] = {}
+        for each in ended:
+            ranks.setdefault(sum(each["optimizers"][i : i + 1]), []).append(each["rank"])
+        if len(ranks) > 1:
+            counts = ", ".join(f"{count} on ranks {which}" for count, which in ranks.items())
+            return [f"RANKS DIFFER: steps of optimizer {i + 1}: {counts}."]
+    return []
+
+
 def disagreements(records: Sequence[Record], *, sharded: bool) -> list[str]:
     """Return a sentence for each kind of result that differs between ranks."""
     sentences: list[str] = []
-    differ = False  # whether the parameters did before the end
-    for name, mine in sorted(records[0]["digests"].items(), key=lambda each: each[0] == END):
-        if (name in PARAMETERS and sharded) or (name == END and differ):
+    differ: set[str] = set()
+    for name, by_count in digests(records, sharded=sharded).items():
+        at_end = name.endswith(END)
+        if at_end and name.removesuffix(END) in differ:
             continue
-        for count in sorted(map(int, mine)):
-            values = [record["digests"].get(name, {}).get(str(count)) for record in records]
+        for count, values in by_count.items():
+            first = next(i for i, value in enumerate(values) if value is not None)
             odd = [
                 record["rank"]
                 for record, value in zip(records, values, strict=True)
-                if value not in (values[0], None)
+                if value not in (values[first], None)
             ]
             if odd:
-                differ = differ or name == "parameters"
-                at = f" after step {count}" if name == "parameters" else f" at call {count}"
+                differ.add(name)
+                at = f" after step {count}" if name.startswith(PARAMETERS) else f" at call {count}"
                 text = (
-                    f"RANKS DIFFER: {name}{at * (name != END)}: ranks {odd} have other bits than "
-                    f"rank {records[0]['rank']}."
+                    f"RANKS DIFFER: {name}{at * (not at_end)}: ranks {odd} have other bits than "
+                    f"rank {records[first]['rank']}."
                 )
-                if name == END:
+                last = {step for each in records for step in each["digests"].get(name, {})}
+                if at_end and len(last) == 1:
                     text += (
-                        f" The job may have changed them after its last step ({count}), e.g. by "
-                        "loading a checkpoint on one rank. To compare them after every step: "
+                        f" The job may have changed them after its last step ({last.pop()}), e.g. "
+                        "by loading a checkpoint on one rank. To compare them after every step: "
                         "--check-every 1."
                     )
                 sentences.append(text)
@@ -273,9 +313,19 @@ def unrecorded(records: Sequence[Record]) -> list[str]:
     return [f"Not recorded in full, or not compared: {text}."] if failures else []
 
 
-def unexpected(settings: Settings, rows: Sequence[Row], steps: int) -> list[str]:
-    """Return a sentence for each way in which the traffic of `steps` is not the expected one."""
+def sent_per_step(record: Record) -> float:
+    """Return the bytes that a rank sends per step, between its first and its last step."""
+    first, last = (sum(row[5] for row in record[at]["totals"]) for at in ("start", "end"))
+    sent: float = (last - first) / (record["steps"] - 1)
+    return sent
+
+
+def unexpected(settings: Settings, rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
+    """Return a sentence for each way in which the traffic of the ranks is not the expected one."""
     dtype, most = settings.expected
+    steps = min(record["steps"] for record in records)
+    failures = {what for record in records for what in record["failures"]}
+    uncounted = sorted(what for what in failures if what.startswith(UNCOUNTED))
     sent: dict[str, float] = {}
     for row in rows:
         sent[str(row["dtype"])] = sent.get(str(row["dtype"]), 0.0) + float(row["sent"] or 0)
@@ -291,10 +341,16 @@ def unexpected(settings: Settings, rows: Sequence[Row], steps: int) -> list[str]
             f"{counted(steps, 'step')} of a torch.optim optimizer, and 2 are needed. Leave the "
             "number out of --expect, or let the job take more steps."
         )
-    elif most is not None and total > ROOM * most:
-        sentences.append(
-            f"TOO MANY BYTES: a rank sends {total:,.0f} bytes per step, expected {most:,.0f}."
-        )
+    elif most is not None:
+        each = {record["rank"]: sent_per_step(record) for record in records}
+        rank = max(each, key=each.__getitem__)
+        if each[rank] > ROOM * most:
+            sentences.append(
+                f"TOO MANY BYTES: rank {rank} sends {each[rank]:,.0f} bytes per step, expected "
+                f"{most:,.0f}."
+            )
+        elif uncounted:
+            sentences.append(f"CANNOT CHECK BYTES: not recorded in full: {', '.join(uncounted)}.")
     return sentences
 
 
@@ -309,8 +365,7 @@ def unused_hooks(records: Sequence[Record]) -> list[str]:
         for each in record["end"]["hooks"]
     ]
     unused = [name for name, nbytes in grown if not nbytes]
-    totals = [sum(row[5] for row in record[at]["totals"]) for at in ("start", "end")]
-    sent = (totals[1] - totals[0]) / (record["steps"] - 1)
+    sent = sent_per_step(record)
     hooks = sum(nbytes for _, nbytes in grown) / (record["steps"] - 1)
     if not unused or sent <= ROOM * hooks + SMALL:
         return []

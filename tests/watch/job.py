@@ -15,6 +15,7 @@ PRELOADED = "torch" in sys.modules
 import torch
 import torch._dynamo  # optimizers import it
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -64,6 +65,9 @@ if kind == "two hooks":
 
     beside = DistributedDataParallel(nn.Linear(64, 64))
     hooks = [comm_hook("int8").register(each) for each in (ddp, beside)]
+if kind == "second":  # as if DDP were forgotten for one of two models
+    beside = nn.Linear(64, 64)
+    second = torch.optim.SGD(beside.parameters(), 0.1)
 optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
 if kind == "zero":  # each rank has an optimizer of its part of the parameters
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
@@ -86,6 +90,21 @@ for step in range(7):
         next(ddp.parameters()).grad.mul_(1 + 2.0**-20)
     optimizer.step()
     optimizer.zero_grad()
+    if kind == "second":
+        second.step()
+    if kind == "replaced" and step == 3:  # the second phase has no DDP
+        ddp = ddp.module
+        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    if kind == "functional":
+        functional.all_reduce(torch.zeros(100_000), "sum", dist.group.WORLD).sum()
+        with torch.inference_mode(), torch._C._AutoDispatchBelowADInplaceOrView():  # as compiled
+            name = dist.group.WORLD.group_name
+            sum_ = torch.ops._c10d_functional.all_reduce_(torch.zeros(50_000), "sum", name)
+            torch.ops._c10d_functional.wait_tensor(sum_)
+    if kind == "one sends" and rank == 0:
+        dist.send(torch.zeros(100_000), 1)
+    if kind == "one sends" and rank == 1:
+        dist.recv(torch.zeros(100_000), 0)
     if kind == "metrics":
         dist.all_reduce(torch.zeros(100_000))
     if kind == "one step":
@@ -95,6 +114,9 @@ if kind == "fail" and rank == 1:
     sys.exit(3)
 if kind in ("local", "local differ"):
     hook.exchange()
+if kind == "extra" and rank == 1:
+    ddp.module(x).sum().backward()
+    optimizer.step()
 if kind in ("local differ", "loads") and rank == 1:
     next(ddp.parameters()).data += 1
 if hook is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from commands import invoke
 
 from gcbench import watch
@@ -36,6 +37,22 @@ def python(programs):
     return [programs.folder / "python"]
 
 
+def recorder():
+    """Return the module that the job imports."""
+    sys.path.insert(0, str(watch.SITE))
+    try:
+        return importlib.import_module("gcbench_recorder")
+    finally:
+        sys.path.remove(str(watch.SITE))
+
+
+def record(rank: int, sent: float = 0.0, steps: int = 2, **others: object) -> dict:
+    """Return a record of a rank that sends these bytes per step."""
+    rows = [["send", "float32", 2, 1, sent, sent * (steps - 1), 0.0, 0]]
+    snapshots = {"start": {"totals": []}, "end": {"totals": rows}}
+    return {"rank": rank, "steps": steps, "failures": {}, **snapshots, **others}
+
+
 def watched(kind: str, *flags: object, launcher: Sequence[object]):
     """Return the result of the command, and its rows by (collective, dtype)."""
     done = invoke("watch", "--check-every", 2, *flags, "--json", "--", *launcher, JOB, kind)
@@ -60,11 +77,7 @@ def test_a_plain_ddp_job():
 
 def test_the_time_of_a_call_counts_in_its_step():
     """It is known late: that of the first step after the second, that of the last at the end."""
-    sys.path.insert(0, str(watch.SITE))
-    try:
-        totals = importlib.import_module("gcbench_recorder").Totals()
-    finally:
-        sys.path.remove(str(watch.SITE))
+    totals = recorder().Totals()
     key = ("all_reduce", "float32", 2)
     takes = [5.0, 1.0, 2.0, 3.0, 9.0]
     calls, snapshots = [], []
@@ -158,7 +171,7 @@ def test_bytes_per_step_need_two_steps(python):
     assert fault.startswith("CANNOT CHECK BYTES")
     assert "%" not in answer[0]
     settings = watch.Settings(command=["job"], expect="fp32")
-    assert watch.unexpected(settings, [*rows.values()], 1) == []
+    assert watch.unexpected(settings, [*rows.values()], [record(0, steps=1)]) == []
 
 
 def test_an_optimizer_that_splits_its_work_between_ranks(python):
@@ -185,9 +198,65 @@ def test_a_job_may_send_more_than_its_hook(python):
 def test_bytes_above_the_expected_ones():
     rows = [{"dtype": "float32", "sent": 800.0}, {"dtype": "uint8", "sent": 200.0}]
     settings = watch.Settings(command=["job"], expect="/900")
-    (fault,) = watch.unexpected(settings, rows, 2)
+    (fault,) = watch.unexpected(settings, rows, [record(0, 1000.0)])
     assert fault.startswith("TOO MANY BYTES")
-    assert watch.unexpected(settings.model_copy(update={"expect": "/910"}), rows, 2) == []
+    more = settings.model_copy(update={"expect": "/910"})
+    assert watch.unexpected(more, rows, [record(0, 1000.0)]) == []
+    partial = record(1, 500.0, failures={"bytes of all_reduce": "in a CUDA graph"})
+    (fault,) = watch.unexpected(more, rows, [record(0, 1000.0), partial])
+    assert fault.startswith("CANNOT CHECK BYTES")
+    assert "bytes of all_reduce" in fault
+
+
+def test_the_bytes_of_each_rank_are_limited(python):
+    """Rank 0 sends 400,000 bytes per step beside the gradient, rank 1 nothing."""
+    done, rows = watched("one sends", "--expect", f"/{4 * PARAMETERS + 200_000}", launcher=python)
+    assert rows["send", "float32"]["sent"] == 200_000
+    assert done.code == 1
+    (fault,) = [line for line in document(done)["answer"] if line.startswith("TOO MANY BYTES")]
+    assert "rank 0 sends" in fault
+
+
+def test_functional_collectives_are_counted_and_compared(python):
+    """Those of DTensor, and those of compiled code, which skip the Autograd keys."""
+    done, rows = watched("functional", "--expect", f"/{4 * PARAMETERS}", launcher=python)
+    row = rows["all_reduce", "float32"]
+    assert row["calls"] == 3
+    assert row["bytes"] == 4 * (PARAMETERS + 150_000)
+    assert row["seconds"] > 0
+    assert done.code == 1
+    assert any(line.startswith("TOO MANY BYTES") for line in document(done)["answer"])
+
+
+@pytest.mark.parametrize("kind", ["second", "replaced"])
+def test_parameters_of_every_optimizer_are_compared(kind, python):
+    """One beside the first, or one instead of it, whose model is not wrapped in DDP."""
+    done, _ = watched(kind, launcher=python)
+    assert done.code == 1
+    answer = document(done)["answer"]
+    assert "2 ranks, 7 steps" in answer[0]
+    (fault,) = [line for line in answer if line.startswith("RANKS DIFFER")]
+    assert "parameters of optimizer 2 after step 1: ranks [1]" in fault
+
+
+def test_a_rank_with_one_more_step(python):
+    done, _ = watched("extra", launcher=python)
+    assert done.code == 1
+    steps, end = [line for line in document(done)["answer"] if line.startswith("RANKS DIFFER")]
+    assert "steps of optimizer 1: 7 on ranks [0], 8 on ranks [1]" in steps
+    assert "parameters at the end: ranks [1]" in end
+
+
+def test_steps_of_a_rank_without_its_last_record_are_unknown():
+    records = [record(rank, optimizers=[7 + rank], finished=rank == 0) for rank in range(2)]
+    assert watch.uneven(records) == []
+
+
+def test_a_digest_depends_on_order_and_signs():
+    digest, x = recorder().digest, torch.arange(1.0, 9.0)
+    others = [x.roll(2), x.flip(0), -x, x * torch.tensor([-1.0, -1, 1, 1, 1, 1, 1, 1])]
+    assert digest([x]) == digest([x.clone()])
+    assert digest([x]) not in [digest([other]) for other in others]
 
 
 def test_ranks_that_differ_from_one_step_on(python):

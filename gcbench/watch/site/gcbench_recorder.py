@@ -2,8 +2,9 @@
 
 All collectives of torch.distributed pass through the operators `c10d::*` of torch's dispatcher,
 also those of DDP's C++ code, of FSDP and of hooks. The recorder registers a kernel for their
-Autograd keys that notes the call and then calls the original. It imports nothing of gcbench,
-because the job may have another environment. Collectives in `torch.inference_mode` are not seen.
+BackendSelect key that notes the call and then calls the original. Functional collectives, compiled
+code and `torch.inference_mode` skip the Autograd keys, but not this one. The recorder imports
+nothing of gcbench, because the job may have another environment.
 """
 
 import atexit
@@ -73,8 +74,12 @@ CALLS: dict[str, tuple[str, Tensors, Tensors]] = {
 
 
 SPARSE = "sparse all_reduce"
-END = "parameters at the end"
-"""Name of the digests of the parameters when the process leaves."""
+END = " at the end"
+"""Suffix of the names of digests of parameters when the process leaves."""
+UNCOUNTED = "bytes of "
+"""Prefix of failures by which the numbers of bytes are too low."""
+MOST_OPTIMIZERS = 20
+"""The parameters of later ones are not compared: a job may create one per step."""
 
 
 def wire(name: str, nbytes: float, ranks: int) -> float:
@@ -124,6 +129,7 @@ class _Call:
         self.name = SPARSE if first is not None and first.is_sparse else name
         self.dtype = "-" if first is None else str(first.dtype).removeprefix("torch.")
         self.is_cuda = first is not None and first.is_cuda
+        self.is_meta = first is not None and first.is_meta  # of a trace, which sends nothing
         self.nbytes = sum(each.numel() * each.element_size() for each in _strided(tensors))
 
 
@@ -174,6 +180,19 @@ class Totals:
             return _copy(self.rows)
 
 
+def _parameters(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+class _Followed:
+    """An optimizer of the job: its number in the order of first use, and its steps so far."""
+
+    def __init__(self, optimizer: Any, number: int) -> None:
+        self.reference = weakref.ref(optimizer)
+        self.number, self.steps = number, 0
+        self.label = "parameters" if number == 1 else f"parameters of optimizer {number}"
+
+
 class Recorder:
     """Totals per collective, digests of results and parameters, and snapshots per step."""
 
@@ -194,35 +213,40 @@ class Recorder:
         self.failures: dict[str, str] = {}
         """What could not be recorded -> the first error. The job goes on."""
         self.steps = 0
+        """Of the first optimizer that exists."""
         self.first: Any = None
         self.last: Any = None
-        self.optimizer: Any = None
+        self.optimizers: list[_Followed] = []
+        self.stepping: Any = None
+        """A weak reference to the optimizer whose step has begun, or None."""
+        self.ends: dict[str, dict[int, int]] = {}
+        self.finished = False
         self.references: list[weakref.ref[Any]] = []
-        library: Any = torch.library.Library
-        self._library = library("c10d", "IMPL")
-        for operator in CALLS:
-            if hasattr(torch.ops.c10d, operator):
-                for key in ("AutogradCPU", "AutogradCUDA"):
-                    self._library.impl(operator, self._kernel(operator, key), key)
+        with self._harmless(UNCOUNTED + "all collectives"):
+            library: Any = torch.library.Library
+            self._library = library("c10d", "IMPL")
+            for operator in CALLS:
+                if hasattr(torch.ops.c10d, operator):
+                    kernel = self._kernel(operator)
+                    self._library.impl(operator, kernel, "BackendSelect", with_keyset=True)
         optimizers.register_optimizer_step_pre_hook(self._begins)
         optimizers.register_optimizer_step_post_hook(self._stepped)
         atexit.register(self.finish)
 
-    def _kernel(self, operator: str, key: str) -> Callable[..., Any]:
+    def _kernel(self, operator: str) -> Callable[..., Any]:
         torch = self.torch
         original = getattr(torch.ops.c10d, operator).default
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        lower = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
-        def kernel(*args: Any) -> Any:
+        def kernel(keys: Any, *args: Any) -> Any:
             name, sent, _ = CALLS[operator]
             call: Any = None
-            with self._harmless(name):  # before the call, which may replace a sparse tensor
+            with self._harmless(UNCOUNTED + name):  # before a sparse tensor may be replaced
                 call = _Call(name, list(sent(args)))
             began = time.perf_counter()
-            with torch._C._ExcludeDispatchKeyGuard(keys):
-                result = original(*args)
-            if call is not None:
-                with self._harmless(name):
+            result = original.redispatch(keys & lower, *args)
+            if call is not None and not call.is_meta:
+                with self._harmless(UNCOUNTED + name):
                     self._note(call, operator, args, result, began)
             return result
 
@@ -249,6 +273,8 @@ class Recorder:
         def ended(*_: Any) -> None:
             took(time.perf_counter() - began)
 
+        if call.is_cuda and self.torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("in a CUDA graph, whose replays are not counted")
         if call.is_cuda:
             work.wait()  # the future of an NCCL call is done before the call is
             self.torch.cuda.current_stream().synchronize()
@@ -261,8 +287,9 @@ class Recorder:
             label = self._label(group)
             count = self.counts[label] = self.counts.get(label, -1) + 1
             if count % self.every == 0:
-                work.wait()  # before the caller changes the result
-                self.digests.setdefault(f"{name} {label}", {})[count] = digest(results)
+                with self._harmless(name):
+                    work.wait()  # before the caller changes the result
+                    self.digests.setdefault(f"{name} {label}", {})[count] = digest(results)
 
     def _label(self, group: Any) -> str:
         """Return a name of a group of all ranks that is the same on every rank."""
@@ -274,28 +301,49 @@ class Recorder:
             groups[key] = next(self.numbers)
         return f"in group {groups[key]}"
 
+    def _follow(self, optimizer: Any) -> "_Followed | None":
+        return next((each for each in self.optimizers if each.reference() is optimizer), None)
+
     def _begins(self, optimizer: Any, *_: Any) -> None:
-        """Follow the first optimizer that steps, which may contain one for this rank's part."""
-        self.optimizer = self.optimizer or weakref.ref(optimizer)
+        """Follow an optimizer, unless it is the part of another one for this rank."""
+        with self._harmless("optimizer steps"):
+            if self._follow(optimizer) is None:
+                outer = self.stepping and self.stepping()
+                mine = {id(each) for each in _parameters(optimizer)}
+                if outer is not None and mine <= {id(each) for each in _parameters(outer)}:
+                    return
+                self.optimizers.append(_Followed(optimizer, len(self.optimizers) + 1))
+            self.stepping = weakref.ref(optimizer)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        """Note the end of an optimizer step of the first optimizer."""
-        if self.optimizer() is not optimizer:
-            return
-        self.steps += 1
-        totals = self.totals.snapshot()
-        self.last = {"time": time.perf_counter(), "totals": totals, "hooks": self._hooks()}
-        self.first = self.first or self.last
-        if self.steps % self.every == 0 or self.steps == 1:
-            self._check_parameters(optimizer, "parameters")
-            self.write()
+        """Note the end of a step. Those of the first optimizer that exists count for the job."""
+        with self._harmless("optimizer steps"):
+            followed = self._follow(optimizer)
+            if followed is None:
+                return
+            self.stepping, self.ends, self.finished = None, {}, False
+            followed.steps += 1
+            if next(each for each in self.optimizers if each.reference() is not None) is followed:
+                self.steps += 1
+                totals = self.totals.snapshot()
+                self.last = {"time": time.perf_counter(), "totals": totals, "hooks": self._hooks()}
+                self.first = self.first or self.last
+            if followed.steps % self.every == 0 or followed.steps == 1:
+                self._check_parameters(followed, followed.label, self.digests)
+                self.write()
 
-    def _check_parameters(self, optimizer: Any, name: str) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        in_round = any(getattr(hook, "_open", 0) for hook in self._alive())  # of local steps
-        if not in_round and not any(map(sharded, parameters)):
-            with self._harmless(name):
-                self.digests.setdefault(name, {})[self.steps] = digest(parameters)
+    def _check_parameters(
+        self, followed: "_Followed", name: str, digests: dict[str, dict[int, int]]
+    ) -> None:
+        if followed.number > MOST_OPTIMIZERS:
+            why = f"parameters of the first {MOST_OPTIMIZERS} optimizers are compared"
+            self.failures["parameters of later optimizers"] = why
+            return
+        with self._harmless(name):
+            parameters = _parameters(followed.reference())
+            in_round = any(getattr(hook, "_open", 0) for hook in self._alive())  # of local steps
+            if not in_round and not any(map(sharded, parameters)):
+                digests.setdefault(name, {})[followed.steps] = digest(parameters)
 
     def _alive(self) -> list[Any]:
         """Return the hooks that `_hooks` found and that still exist."""
@@ -320,11 +368,16 @@ class Recorder:
 
     def finish(self) -> None:
         """Write the record with the parameters as they are when the process leaves."""
-        optimizer = self.optimizer and self.optimizer()
-        if optimizer is not None and self.torch.distributed.is_initialized():
-            self.digests.pop(END, None)
-            self._check_parameters(optimizer, END)
-        self.write()
+        with self._harmless("record"):
+            if not self.torch.distributed.is_initialized():
+                return
+            live = [each for each in self.optimizers if each.reference() is not None]
+            if self.optimizers and not live:
+                self.failures["parameters" + END] = "no optimizer of the job was left"
+            self.ends, self.finished = {}, True
+            for each in live:
+                self._check_parameters(each, each.label + END, self.ends)
+            self.write()
 
     def write(self) -> None:
         """Write the record of this rank."""
@@ -339,7 +392,9 @@ class Recorder:
             "world_size": dist.get_world_size(),
             "here": _here(rank),
             "steps": self.steps,
-            "digests": self.digests,
+            "optimizers": [each.steps for each in self.optimizers],
+            "finished": self.finished,
+            "digests": {**self.digests, **self.ends},
             "failures": self.failures,
             **{name: _plain(snapshot) for name, snapshot in snapshots.items() if snapshot},
         }
