@@ -15,17 +15,19 @@ GRACE's `aggregate` and `average` decide what is applied, as there: a vote, a su
 
 What an adapter cannot know: bytes are counted of the tensors as they are, so a method that returns
 float32 signs sends 32 bits. A context is not sent, so receivers use that of another tensor of this
-shape; a class whose `decompress` then gives another result is refused. Memories of GRACE keep state
-in the object and are not adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory
-residual`. Random numbers of torch are seeded for each call, so a class that calls
-`torch.manual_seed` is refused; numbers from elsewhere would differ between runs.
+shape; a class whose `decompress` then gives another result is refused. Tensors that a class creates
+without a dtype have torch's default dtype. Memories of GRACE keep state in the object and are not
+adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory residual`. Random numbers of torch
+are seeded for each call, so a class that calls `torch.manual_seed` is refused; numbers from
+elsewhere would differ between runs.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -113,7 +115,8 @@ class Adapted(Compressor):
 
     def decode(self, payload: Payload, ctx: Context) -> Tensor:
         """Return the decompressed pieces."""
-        out = torch.empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        device = payload.parts[0].device if payload.parts else ctx.shared.device
+        out = _output(ctx, device)
         rest = list(payload.parts)
         if not ctx.segments.numel and len(rest) == 1 and not rest[0].numel():
             rest.pop()  # a bucket without elements has one empty part
@@ -144,7 +147,7 @@ class Adapted(Compressor):
 
     def aggregated(self, decoded: Sequence[Tensor], ctx: Context) -> Tensor:
         """Return what the class aggregates of the decoded buckets, float32, shape (n,) each."""
-        out = torch.empty(ctx.segments.numel) if ctx.out is None else ctx.out
+        out = _output(ctx, decoded[0].device)
         every = ctx._replace(key=ctx.key._replace(rank=0))
         for i, (piece, *pieces) in enumerate(
             zip(*(self._pieces(bucket, ctx) for bucket in (out, *decoded)), strict=True)
@@ -183,19 +186,16 @@ class Adapted(Compressor):
     ) -> tuple[list[Tensor], bool, Any]:
         """Return tensors, whether their sizes are fixed, and context of a tensor of this shape.
 
-        Sizes count as fixed if those of five tensors of different distributions agree.
+        Sizes count as fixed if those of six tensors of different distributions and scales agree.
         """
         before = torch.initial_seed(), torch.get_rng_state()
         with _Seeded(FIXED_SEED):
-            normal = torch.randn(3, *shape, device=device)
-        alone = torch.zeros(shape, device=device)
+            normal = torch.randn(3, *shape, dtype=torch.float32, device=device) ** 3
+        ones = torch.ones(shape, dtype=torch.float32, device=device)
+        alone = torch.zeros_like(ones)
         alone.view(-1)[-1] = 1.0
-        inputs = (*(normal**3), torch.ones(shape, device=device), alone)
-        results = []
-        for seed, x in enumerate(inputs):
-            with _Seeded(FIXED_SEED + seed):
-                tensors, context = cls.inner.compress(x, "template")
-                results.append((list(tensors), context))
+        inputs = (*normal, ones, alone, normal[0] * 1e-3)
+        results = [cls._compressed(x, FIXED_SEED + i) for i, x in enumerate(inputs)]
         if torch.initial_seed() != before[0]:
             torch.set_rng_state(before[1])
             raise UsageError(
@@ -204,8 +204,9 @@ class Adapted(Compressor):
                 "torch.Generator"
             )
         first, shared = results[0]
-        for tensors, context in results[:3]:
-            if not torch.equal(cls._decoded(tensors, context), cls._decoded(tensors, shared)):
+        for tensors, context in results[1:]:
+            by_both = [cls._decoded(tensors, each, device) for each in (context, shared)]
+            if not torch.equal(*by_both):
                 raise UsageError(
                     f"{cls.__name__}: decompress depends on a context that differs between tensors "
                     f"of shape {shape}. A context is not sent: return such values as tensors"
@@ -214,14 +215,44 @@ class Adapted(Compressor):
         return first, len(sizes) == 1, shared
 
     @classmethod
-    def _decoded(cls, tensors: Sequence[Tensor], context: Any) -> Tensor:
+    def _compressed(cls, x: Tensor, seed: int) -> tuple[list[Tensor], Any]:
+        """Return what `compress` returns, after a check of its types."""
+        with _Seeded(seed):
+            result = cls.inner.compress(x, "template")
+        match result:
+            case (list() | tuple() as tensors, context) if all(
+                isinstance(tensor, Tensor) for tensor in tensors
+            ):
+                return list(tensors), context
+        raise UsageError(
+            f"{cls.__name__}: compress returned {_types(result)}: expected (tensors, context) with "
+            "a list of tensors in GRACE's form, (tensor, context) in Horovod's. Return that, or "
+            "use the adapter of the other form"
+        )
+
+    @classmethod
+    def _decoded(cls, tensors: Sequence[Tensor], context: Any, device: torch.device) -> Tensor:
         """Return the bits of the decompressed tensor; with a context that does not fit, none."""
         with _Seeded(FIXED_SEED):
             try:
                 result: Tensor = cls.inner.decompress([one.clone() for one in tensors], context)
             except (RuntimeError, IndexError, ValueError, TypeError):
-                return torch.empty(0)
+                return torch.empty(0, dtype=torch.int32, device=device)
         return result.detach().float().contiguous().view(torch.int32)
+
+
+def _output(ctx: Context, device: torch.device) -> Tensor:
+    """Return the buffer for a decoded bucket: float32 whatever torch's default dtype is."""
+    if ctx.out is not None:
+        return ctx.out
+    return torch.empty(ctx.segments.numel, dtype=torch.float32, device=device)
+
+
+def _types(value: Any) -> str:
+    """Return the type of a value; of a tuple or list, those of its items."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_types(item) for item in value)})"
+    return type(value).__name__
 
 
 def _seed(ctx: Context, i: int) -> int:
@@ -288,7 +319,7 @@ def _averages(inner: Any) -> bool:
     """Return whether a class of GRACE's form has no aggregate, or has the sum of its base class."""
     if not callable(getattr(inner, "aggregate", None)):
         return True
-    summands = torch.tensor([[1.0, -2.0], [2.0, -3.0]])
+    summands = torch.tensor([[1.0, -2.0], [2.0, -3.0]], dtype=torch.float32)
     try:
         total = inner.aggregate(list(summands))
     except Exception:  # of somebody else's code
@@ -296,18 +327,65 @@ def _averages(inner: Any) -> bool:
     return bool(getattr(inner, "average", True)) and torch.equal(total, summands.sum(0))
 
 
-def _adapted(
-    cls: type[Any], inner: Any, form: Any, *, unbiased: bool, contractive: bool
-) -> type[Compressor]:
+@dataclass(frozen=True)
+class _Form:
+    """How a library calls the functions of its compressors."""
+
+    library: str
+    calls: dict[str, tuple[str, ...]]
+    """The arguments, by function."""
+    advice: str
+
+    def check(self, name: str, user: Any) -> None:
+        """Refuse a user's object without these functions, or whose functions take other arguments.
+
+        Raises:
+            UsageError: A function is missing or does not accept the arguments.
+        """
+        for function, arguments in self.calls.items():
+            call = getattr(user, function, None)
+            if not callable(call):
+                raise UsageError(
+                    f"{name} has no function {function!r}: expected a compressor's form"
+                )
+            parameters = _refused(call, len(arguments))
+            if parameters is not None:
+                raise UsageError(
+                    f"{name}: {function}({', '.join(parameters)}) cannot be called as "
+                    f"{function}({', '.join(arguments)}), as {self.library} does: {self.advice}"
+                )
+
+
+GRACE = _Form(
+    "GRACE",
+    {"compress": ("tensor", "name"), "decompress": ("tensors", "context")},
+    "pass a class of Horovod's form to gcbench.adapters.horovod",
+)
+HOROVOD = _Form(
+    "Horovod",
+    {"compress": ("tensor",), "decompress": ("tensor", "context")},
+    "pass a class of GRACE's form to gcbench.adapters.grace, or make the function static",
+)
+
+
+def _refused(call: Callable[..., Any], count: int) -> list[str] | None:
+    """Return the names of a function's parameters if it does not accept `count` arguments."""
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return list(signature.parameters)
+    return None
+
+
+def _adapted(cls: type[Any], inner: Any, *, unbiased: bool, contractive: bool) -> type[Compressor]:
     """Return the compressor class, defined in the module that called `grace` or `horovod`.
 
-    `inner`: an object of GRACE's form. `form`: the user's object, whose functions are checked.
+    `inner`: an object of GRACE's form.
     """
-    for function in ("compress", "decompress"):
-        if not callable(getattr(form, function, None)):
-            raise UsageError(
-                f"{cls.__name__} has no function {function!r}: expected a compressor's form"
-            )
     members = {
         "inner": inner,
         "averages": _averages(inner),
@@ -329,14 +407,29 @@ def grace(
     module, so that a file with one such line is a method.
 
     Raises:
-        UsageError: `cls` has no `compress` or no `decompress`.
+        UsageError: The class cannot be constructed, or its functions are not of GRACE's form.
     """
-    inner = cls(**arguments)
-    return _adapted(cls, inner, inner, unbiased=unbiased, contractive=contractive)
+    name = getattr(cls, "__name__", type(cls).__name__)
+    try:
+        inner = cls(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"{name} cannot be constructed with {arguments or 'no arguments'} ({error}): expected "
+            "a class and the arguments of its constructor. Pass grace(Class, argument=value)"
+        ) from error
+    GRACE.check(name, inner)
+    return _adapted(cls, inner, unbiased=unbiased, contractive=contractive)
 
 
 def horovod(
     cls: type[Any], *, unbiased: bool = False, contractive: bool = False
 ) -> type[Compressor]:
-    """Return the compressor class for a class of Horovod's form; see `grace`."""
-    return _adapted(cls, _Horovod(cls), cls, unbiased=unbiased, contractive=contractive)
+    """Return the compressor class for a class of Horovod's form; see `grace`.
+
+    Raises:
+        UsageError: `cls` is an object, or its functions are not of Horovod's form.
+    """
+    if not isinstance(cls, type):
+        raise UsageError(f"horovod received {cls!r}: expected a class. Pass the class itself")
+    HOROVOD.check(cls.__name__, cls)
+    return _adapted(cls, _Horovod(cls), unbiased=unbiased, contractive=contractive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -211,6 +212,65 @@ def test_what_is_not_of_the_form_is_refused():
         horovod(type("Half", (), {"compress": staticmethod(lambda tensor: (tensor.half(), None))}))
 
 
+class InstanceHalf:
+    """Horovod's functions, but not static."""
+
+    def compress(self, tensor):
+        return tensor.half(), tensor.dtype
+
+    def decompress(self, tensor, ctx):
+        return tensor.to(ctx)
+
+
+class NeedsShare:
+    def __init__(self, share):
+        self.share = share
+
+
+@pytest.mark.parametrize(
+    ("adapter", "value", "cause"),
+    [
+        (grace, Half, r"compress\(tensor\) .* compress\(tensor, name\).*adapters.horovod"),
+        (grace, InstanceHalf, r"compress\(tensor\) .* compress\(tensor, name\)"),
+        (grace, NeedsShare, "no arguments.*'share'.*Pass"),
+        (grace, Coin(), "not callable.*Pass"),
+        (horovod, Coin, r"compress\(self, tensor, name\) .* compress\(tensor\),.*adapters.grace"),
+        (horovod, InstanceHalf, r"compress\(self, tensor\) .* compress\(tensor\),.*static"),
+        (horovod, Half(), "expected a class.*Pass"),
+    ],
+)
+def test_a_class_of_the_other_form_is_refused_at_once(adapter, value, cause):
+    with pytest.raises(UsageError, match=cause):
+        adapter(value)
+
+
+class TensorOnly(Coin):
+    """GRACE's arguments with Horovod's results."""
+
+    def compress(self, tensor, name):
+        return tensor.half(), tensor.dtype
+
+
+class ListOfHalf(Half):
+    """Horovod's arguments with GRACE's results."""
+
+    @staticmethod
+    def compress(tensor):
+        return [tensor.half()], tensor.dtype
+
+
+@pytest.mark.parametrize(
+    ("method", "cause"),
+    [
+        (grace(TensorOnly)(), r"returned \(Tensor, dtype\).*list of tensors"),
+        (horovod(ListOfHalf)(), r"returned \(\(\(Tensor\)\), dtype\)"),
+    ],
+)
+def test_results_of_the_other_form_are_refused(method, cause):
+    with pytest.raises(UsageError, match=cause):
+        method.compress(torch.ones(4, 4))
+
+
 @pytest.mark.parametrize("parts", [0, 1, 3])
 def test_payloads_with_another_number_of_parts_are_refused(parts):
     method = grace(Coin)()
@@ -255,6 +315,52 @@ class RandomPositions:
 def test_a_context_that_would_have_to_be_sent_is_refused():
     with pytest.raises(UsageError, match="context"):
         grace(RandomPositions)().compress(torch.ones(100))
+
+
+class PowerOfTwo:
+    """The scale is a power of 2**step, and part of the context."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def compress(self, tensor, name):
+        largest = math.log2(float(tensor.abs().max()))
+        exponent = self.step * math.floor(largest / self.step)
+        return [(tensor * 2.0**-exponent * 63).round().to(torch.int32)], exponent
+
+    def decompress(self, tensors, exponent):
+        return tensors[0].float() * 2.0**exponent / 63
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 64, 100, 196])
+@pytest.mark.parametrize("dimensions", [1, 2])
+@pytest.mark.parametrize("step", [1, 8])
+def test_a_scale_in_the_context_is_refused_for_every_shape(n, dimensions, step):
+    with pytest.raises(UsageError, match="context"):
+        grace(PowerOfTwo, step=step)().compress(torch.ones((n,) * dimensions))
+
+
+class Single(Coin):
+    """The context contains whether one element alone is not zero."""
+
+    def compress(self, tensor, name):
+        return [tensor], bool((tensor != 0).sum() == 1)
+
+    def decompress(self, tensors, single):
+        return tensors[0] * (2 if single else 1)
+
+
+class Constant(Single):
+    """The context contains whether all elements are equal."""
+
+    def compress(self, tensor, name):
+        return [tensor], bool((tensor == tensor.flatten()[0]).all())
+
+
+@pytest.mark.parametrize("cls", [Single, Constant])
+def test_contexts_of_special_tensors_are_compared(cls):
+    with pytest.raises(UsageError, match="context"):
+        grace(cls)().compress(torch.ones(100))
 
 
 class Signs:

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import gcbench
+from gcbench.adapters import grace, horovod
+from gcbench.core import codec
+from gcbench.core.compressor import Context, Key, Segments
 
 PROGRAM = """
 import hashlib, json, sys
@@ -82,3 +85,81 @@ def test_fields_that_make_tensors_of_their_own(name, fields, dtype):
         torch.set_default_dtype(torch.float32)
     assert received.dtype == torch.float32
     assert torch.equal(received, want)
+
+
+class Half:
+    """fp16, in the form of Horovod."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor.half(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.to(ctx)
+
+
+class Largest:
+    """The largest quarter, in the form of GRACE."""
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten()
+        indices = flat.abs().topk(max(1, flat.numel() // 4)).indices
+        return [flat[indices], indices], tensor.size()
+
+    def decompress(self, tensors, shape):
+        values, indices = tensors
+        flat = torch.zeros(shape.numel(), dtype=values.dtype)
+        return flat.scatter_(0, indices, values).view(shape)
+
+
+class Doubled(Largest):
+    """Its aggregate is applied instead of the mean."""
+
+    average = False
+
+    def aggregate(self, tensors):
+        return 2 * sum(tensors)
+
+
+class Noise(Largest):
+    """Adds noise, and sends as many elements as are positive."""
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten() + torch.rand_like(tensor).flatten()
+        (indices,) = torch.where((flat > 0) | (flat == flat.max()))
+        return [flat[indices], indices], tensor.size()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("adapter", "cls"),
+    [(horovod, Half), (grace, Largest), (grace, Doubled), (grace, Noise)],
+)
+def test_adapters_give_the_same_bits(adapter, cls, dtype):
+    """Of a class that creates no tensor of the default dtype itself."""
+    segments = Segments.of([(8, 9), (), (40,)])
+    numel = segments.numel
+    xs = torch.randn(3, numel, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    contexts = [
+        Context(segments, torch.empty(0, dtype=torch.float32), Key(1, 0, rank)) for rank in range(3)
+    ]
+
+    def results():
+        method = adapter(cls)()  # a new class, without cached templates
+        payloads = [codec.encode(method, x, ctx) for x, ctx in zip(xs, contexts, strict=True)]
+        decoded = [method.decode(payload, contexts[0]) for payload in payloads]
+        aggregated = method.claims.aggregated(decoded, contexts[0])
+        parts = [part for payload in payloads for part in payload.parts]
+        mean = codec.mean(method, payloads, contexts[0])
+        single = method.decompress(method.compress(xs[0]))
+        return [*parts, *decoded, method.mean(payloads, contexts[0]), mean, aggregated, single]
+
+    want = results()
+    torch.set_default_dtype(dtype)
+    try:
+        received = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [one.dtype for one in received] == [one.dtype for one in want]
+    assert all(torch.equal(one, other) for one, other in zip(received, want, strict=True))
