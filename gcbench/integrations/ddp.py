@@ -202,6 +202,8 @@ class CommHook(Hook):
         self._step = self._absent = 0
         """Steps so far, and those of them before this rank exchanged anything: of a state that
         another number of ranks saved."""
+        self._counted = 0
+        """On one rank: parameters whose gradients have arrived in this step."""
         self._checked_bytes = Traffic()
         self._records: deque[Comparison] = deque(maxlen=RECORDS)
         self._ready = 0.0
@@ -618,7 +620,10 @@ class CommHook(Hook):
     def _count(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Return a bucket unchanged, which is the mean of one rank; count the step."""
         self._ready = time.perf_counter()
-        self._step += bucket.is_last()
+        self._counted += len(bucket.parameters())
+        # In the first pass with static_graph no bucket says that it is the last.
+        if bucket.is_last() or self._counted == len(self._placed):
+            self._step, self._counted = self._step + 1, 0
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
@@ -657,6 +662,8 @@ class CommHook(Hook):
             self.raise_failure()
             with self._on_stream(ready):
                 self._take(arrived, parameters)
+                # In the first pass with static_graph no bucket says that it is the last.
+                last = last or len(self._seen) == len(self._plan.tensors)
                 if self.settings.on_nonfinite == "stop":
                     for number in sorted({placed.lane for placed, _ in arrived.parts}):
                         if self._left[number] == 0:
@@ -689,6 +696,7 @@ class CommHook(Hook):
         else:
             self._flat.fill_(torch.nan)
             self._skipped += 1
+            self._level.exchange.skipped += 1
 
     def _agree_on_lanes(self, lanes: Sequence[int]) -> bool:
         """Return whether to exchange lanes; False: skip the step, as a gradient is not finite."""

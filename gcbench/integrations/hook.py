@@ -524,6 +524,13 @@ class Hook:
         self._outside("state_dict")
         if not self._registered:
             return RankState(self._loaded or {})
+        if self._failed is not None and self._remembers:
+            warnings.warn(
+                f"an error ended the exchange of step {self.step}: {self._failed}. This state may "
+                "have a part of gradients that were sent and never applied: resume from one that "
+                "was saved before that step",
+                stacklevel=3,
+            )
         self._rates.warn_unapplied()
         return self._serialized(self._state)
 
@@ -543,6 +550,7 @@ class Hook:
             return
         loaded, self._loaded = self._loaded, None
         self._serialized(lambda: self._adopt(loaded))
+        self._rates.returned()
         self._loads += 1
 
     def _outside(self, what: str) -> None:
@@ -574,6 +582,11 @@ class Hook:
     def _keep(self, state: Mapping[str, Any]) -> None:
         """Hold a state for `register`; its rate applies from now on, unless one was set."""
         self._loaded = None
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"state {state!r:.40}: expected a dict, as {type(self).__name__}.state_dict "
+                "returns it"
+            )
         for name, entry in state.items():
             version = sealed.entry(entry, "format") if isinstance(entry, Mapping) else None
             if version != self.FORMAT:

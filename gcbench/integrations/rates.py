@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,10 +63,12 @@ class Rates:
         """Name -> successive steps until then that had several exchanges before them."""
         self._often: dict[str, tuple[int, int]] = {}
         """Name -> all steps that had several exchanges before them, and all steps."""
-        self._last: int | None = None
-        """Number of exchanges at the last step of an optimizer."""
-        self._idle: dict[int, int] = {}
-        """Optimizer's id -> its steps since the last exchange, without the step right after it."""
+        self._last: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """Optimizer -> number of exchanges at its last step."""
+        self._began = 0
+        """Number of exchanges before any step."""
+        self._idle: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        """Optimizer -> its steps since the last exchange, without the step right after it."""
         self.add(optimizer, scaler)
 
     def add(self, optimizer: Any, scaler: Any) -> None:
@@ -107,7 +110,7 @@ class Rates:
         Raises:
             UsageError: no optimizer has any of the parameters, or a group lacks a rate.
         """
-        self._owner, self._kind, self._last = weakref.ref(hook), type(hook), hook.step
+        self._owner, self._kind, self._began = weakref.ref(hook), type(hook), hook.step
         if not self._handles:
             self._handles.append(steps.after_optimizers(self, Rates._stepped))
             self._handles.append(steps.before_scalers(self, Rates._check_scaler))
@@ -192,7 +195,7 @@ class Rates:
                 f"{kind} moves {name} during the backward pass, before its gradient is averaged, "
                 "so the ranks drift apart. Call optimizer.step() after backward, or use FSDP2"
             )
-        if hook.step != self._last:
+        if hook.step != self._last.get(optimizer, self._began):
             self._warn(
                 "local",
                 f"{kind} applies a gradient of {name} to which a backward pass added after the "
@@ -236,6 +239,12 @@ class Rates:
             'evaluates a closure several times needs memory="none"',
         )
 
+    def returned(self) -> None:
+        """Count exchanges and steps from the state that the hook has loaded."""
+        hook = self._hook()
+        if hook is not None:
+            self._applied = {name: hook._fresh(name) for name in self._applied}
+
     def warn_unapplied(self) -> None:
         """Warn if a state is saved between the exchange of a gradient and its step."""
         hook = self._hook()
@@ -257,12 +266,16 @@ class Rates:
 
         Steps with the rate 0 do not count: torch makes them to initialize an optimizer's state.
         """
-        if exchanges != self._last:
-            self._last, self._idle = exchanges, {}
+        moved = [rate for _, rate in self._moves(optimizer)]
+        if not moved:
+            return  # of another model
+        if exchanges != self._last.get(optimizer, self._began):
+            self._last[optimizer] = exchanges
+            self._idle.pop(optimizer, None)
             return
-        if not any(rate for _, rate in self._moves(optimizer)):
+        if not any(moved):
             return
-        count = self._idle[id(optimizer)] = self._idle.get(id(optimizer), 0) + 1
+        count = self._idle[optimizer] = self._idle.get(optimizer, 0) + 1
         if count >= IDLE:
             self._warn(
                 "idle",
@@ -314,7 +327,8 @@ class Rates:
         `stepped`: look only in this optimizer; None: in all of them.
 
         Raises:
-            UsageError: a group lacks a rate, or has one that is negative or not finite.
+            UsageError: a group lacks a rate, or has one that is negative or not finite; or
+                optimizers move the same parameter at different rates.
         """
         if not self.optimizers:
             return [self.assigned] * len(names)
@@ -327,7 +341,13 @@ class Rates:
                         "hook.lr at each step instead of optimizer="
                     )
                 rate = checked_rate(group["lr"])
-                rates |= {self._names.get(id(parameter)): rate for parameter in group["params"]}
+                for name in (self._names.get(id(parameter)) for parameter in group["params"]):
+                    if rates.setdefault(name, rate) != rate and name is not None:
+                        raise UsageError(
+                            f"two optimizers move {name}, at the learning rates {rates[name]:g} "
+                            f"and {rate:g}, and its residual can follow only one. Set hook.lr at "
+                            "each step instead of optimizer=, or pass the one that moves it most"
+                        )
         return [rates.get(name) for name in names]
 
     @property

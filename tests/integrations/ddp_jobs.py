@@ -1040,7 +1040,10 @@ def bypassed(rank: int, size: int) -> dict[str, Any]:
 def added(rank: int, size: int) -> dict[str, Any]:
     """Add to a gradient after its exchange, or before; step the optimizer during backward."""
     result: dict[str, Any] = {}
-    for name in ("retained", "second graph", "module", "no_sync", "module first", "in backward"):
+    for name in (
+        *("retained", "other model first", "second graph", "module", "no_sync", "module first"),
+        "in backward",
+    ):
         ddp = wrapped(model())
         optimizer = sgd(ddp)
         hook = comm_hook("none").register(ddp)
@@ -1056,12 +1059,16 @@ def added(rank: int, size: int) -> dict[str, Any]:
             if name == "second graph":
                 second = cross_entropy(ddp(x + 1), y)
             first.backward(retain_graph=True)
-            if name == "retained":
+            if name in ("retained", "other model first"):
                 second = first
             elif name in ("module", "no_sync"):
                 second = cross_entropy((ddp.module if name == "module" else ddp)(x + 1), y)
             if second is not None:
                 second.backward()
+            if name == "other model first":
+                other = nn.Linear(1, 1)
+                other(torch.ones(1)).sum().backward()
+                torch.optim.SGD(other.parameters(), lr=0.1).step()
             optimizer.step()
 
         if name == "in backward":
@@ -1151,6 +1158,63 @@ def unapplied(rank: int, size: int) -> dict[str, Any]:
     result["before"] = warned(hook.state_dict)
     optimizer.step()
     hook.close()
+    return result
+
+
+@job
+def failed_state(rank: int, size: int) -> dict[str, Any]:
+    """Save a state after a step whose second lane was not finite on one rank."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DDP(net, bucket_cap_mb=0.01)
+    hook = comm_hook("topk", ratio=0.05, bucket_mb=0.01).register(ddp)
+    x = torch.ones(2, 64)
+    ddp(x).sum().backward()
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    result = {"before": warned(hook.state_dict)}
+    if rank == 1:
+        net[0].weight.register_hook(lambda gradient: gradient * torch.nan)
+    result["error"] = refused(lambda: ddp(x).sum().backward())
+    result["after"] = warned(hook.state_dict)
+    hook.close()
+    return result
+
+
+class TwoDtypes(nn.Module):
+    """Float32 and bfloat16 parameters, which DDP reduces in different buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).bfloat16()).float()
+
+
+@job
+def static_graph(rank: int, size: int) -> dict[str, Any]:
+    """In the first pass DDP calls none of several buckets the last one."""
+    result: dict[str, Any] = {}
+    groups = [dist.new_group([each]) for each in range(size)]
+    for name, policy, group in (
+        ("stop", "stop", None),
+        ("skip", "skip", None),
+        ("one rank", "stop", groups[rank]),
+    ):
+        ends = []
+        for compressed in (False, True):
+            ddp = DDP(TwoDtypes(), static_graph=True, process_group=group)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+            if compressed:
+                hook = comm_hook("none", on_nonfinite=policy).register(ddp)
+            for step in range(3):
+                optimizer.zero_grad()
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                ddp(x).square().mean().backward()
+                optimizer.step()
+            ends.append(flat(ddp.module))
+        result[name] = hook.step, torch.allclose(*ends, atol=1e-3)
+        hook.close()
     return result
 
 

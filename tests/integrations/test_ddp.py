@@ -24,6 +24,7 @@ from gcbench.core.errors import UsageError
 from gcbench.core.exchange import Exchange, Lane, shard_bounds
 from gcbench.integrations import check, scheme
 from gcbench.integrations import plan as plans
+from gcbench.integrations.agreement import digest
 from gcbench.integrations.ddp import RECORDS, _strided
 from gcbench.integrations.plan import Placed, Plan
 from gcbench.integrations.worker import Worker
@@ -31,7 +32,7 @@ from gcbench.integrations.worker import Worker
 pytestmark = pytest.mark.usefixtures("forked")
 
 ROOT = Path(__file__).parents[2]
-METHODS = ddp_jobs.representatives()
+METHODS = [*dict.fromkeys([*ddp_jobs.representatives(), *ddp_jobs.resumable()])]
 RESIZED = ("resized", "grown")
 JOBS = jobs.Jobs(
     "ddp_jobs",
@@ -409,7 +410,7 @@ def test_several_exchanges_per_step_cause_one_warning(name):
         assert re.search(r"exchanges the gradient of \S+ several times before 5 of 13 steps", text)
 
 
-@pytest.mark.parametrize("name", ["retained", "second graph", "module"])
+@pytest.mark.parametrize("name", ["retained", "other model first", "second graph", "module"])
 def test_a_gradient_that_grows_after_the_exchange_causes_one_warning(name):
     first, second = of("added")
     for result in (first, second):
@@ -430,6 +431,36 @@ def test_a_state_that_is_saved_before_the_optimizers_step_causes_a_warning():
         assert result["after"] == []
         (text,) = result["before"]
         assert re.search("saved at step 3, .* applied the last exchanged gradient", text)
+
+
+def test_a_state_after_a_failed_exchange_causes_a_warning():
+    """The first lane had sent what its residual no longer has, and no optimizer applied it."""
+    for result in of("failed_state"):
+        assert result["before"] == []
+        assert result["error"]["kind"] == "DivergedError"
+        (text,) = result["after"]
+        assert re.search("an error ended the exchange of step 1: .*saved before that step", text)
+
+
+def test_the_first_pass_with_static_graph_is_a_step():
+    """Its buckets had been waited for without end, or had been no step."""
+    for result in of("static_graph"):
+        assert [result[name] for name in ("stop", "skip", "one rank")] == [[3, True]] * 3
+
+
+def test_a_digest_sees_order_and_signs():
+    """A sum of words is the same for both; so a wrong codec's ranks had seemed to agree."""
+    x = torch.randn(4099, generator=torch.Generator().manual_seed(0))
+    odd = torch.arange(4099) % 2 == 1
+    others = [x.roll(2), x.roll(2042), torch.where(odd, -x, x), torch.where(~odd, -x, x), -x]
+    others += [x.clone() for _ in range(3)]
+    others[-1][[1, 3]] *= -1
+    others[-2][[1, 2043]] *= -1
+    others[-3][-1] *= -1
+    digests = {digest(each) for each in [x, *others]}
+    assert len(digests) == 1 + len(others)
+    assert digest(x.clone()) == digest(x) == digest(torch.cat([x[:1], x])[1:])
+    assert 0 <= digest(x[:0]) < 2**63
 
 
 def test_a_model_that_returns_to_an_earlier_step_without_the_hook_causes_a_warning():

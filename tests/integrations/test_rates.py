@@ -56,6 +56,20 @@ class Wrapper(torch.optim.Optimizer):
         vars(self).update(attributes)
 
 
+def test_two_rates_of_a_parameter_are_refused(level):
+    """Its residual had been rescaled at every step, by the ratio of the rates, and exploded."""
+    a, b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    first, second = torch.optim.SGD([a, b], lr=0.1), torch.optim.SGD([a], lr=0.1)
+    rates = Rates([first, second], None)
+    hook = OneLevel(level, rates)
+    rates.bind({"a": a, "b": b}, hook)
+    assert rates.of(["a", "b"]) == [0.1, 0.1]
+    second.param_groups[0]["lr"] = 0.01
+    with pytest.raises(UsageError, match=r"two optimizers move a, .* 0\.1 and 0\.01"):
+        rates.of(["a", "b"])
+    assert rates.of(["a"], second) == [0.01]
+
+
 def test_the_optimizer_inside_one_without_step_hooks_is_followed():
     inner = torch.optim.SGD([nn.Parameter(torch.ones(4))], lr=1.0)
     assert Rates(Wrapper(optim=inner), None).optimizers == (inner,)
