@@ -164,7 +164,7 @@ def run(
         options["task_options"]["network"] = grid.value(network)
     for key, value in settings.items():
         if key not in SET_FLAGS:
-            options[key] = grid.value(value) if isinstance(value, str) else value
+            options[key] = grid.flag(key, value) if isinstance(value, str) else value
     file = {} if config is None else settings_file.read(config)
     if suite is None and "workers" not in file and (member := rank.from_torchrun()) is not None:
         options.setdefault("workers", member.size)

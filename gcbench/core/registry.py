@@ -358,6 +358,11 @@ def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
         raise unknown(kind, name, entries)
     cls = entries[name].load()
     declared = vars(cls).get("name")  # a subclass does not inherit its parent's
+    if declared and declared != name and cls in _NAMED:
+        raise GcbenchError(
+            f"{kind} {name!r} ({entries[name].source}): its class {cls.__qualname__} is registered "
+            f"as {declared!r}, too; give it one name, or register a subclass"
+        )
     if declared and declared != name:
         raise GcbenchError(
             f"{kind} {name!r} ({entries[name].source}): its class {cls.__qualname__} sets name = "
@@ -365,7 +370,12 @@ def named(kind: str, entries: dict[str, Entry], name: str) -> type[Any]:
         )
     if not declared:
         cls.name = name
+        _NAMED.add(cls)
     return cls
+
+
+_NAMED: set[type[Any]] = set()
+"""Classes whose `name` comes from their entry."""
 
 
 def compressor_class(name: str) -> type[Compressor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gcbench.core.errors import UsageError
@@ -94,6 +94,15 @@ def starts(options: Options) -> list[int]:
     """Return the steps at which any field changes, sorted, starting with 0."""
     schedules = (value for value in options.values() if isinstance(value, Mapping))
     return sorted({0, *(start for value in schedules for start in value)})
+
+
+def last(begin: Iterable[int], steps: Any) -> int:
+    """Return the first step of the last stage that a run of this many steps reaches.
+
+    `begin`: the first step of each stage. Without a valid number of steps: of the last one.
+    """
+    reached = [start for start in begin if not isinstance(steps, int) or start < max(1, steps)]
+    return max(reached)
 
 
 def text(stages: Mapping[int, Any]) -> str:

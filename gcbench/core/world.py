@@ -206,7 +206,7 @@ class World(ABC):
         up = [size if rank == 0 else 0 for rank in self.ranks]
         wire = [size * (self.size - 1) / self.size] * len(up)
         self._count(up, [size] * len(up), wire)
-        self._model(self.size - 1, wire)
+        self._model(self.size - 1, [float(size)] * len(up))  # each forwards pieces as they arrive
         return self._broadcast(tensor)
 
     @abstractmethod

@@ -89,17 +89,17 @@ def _reader(name: str) -> Reader:
         value is not getattr_static(Compressor, key) for key, value in methods.items()
     ):
         computed = cache(partial(_computed, name))
-        return lambda config: computed(canonical(config.get("options") or {}))
+        return lambda config: computed(canonical(config.get("options") or {}), config.get("steps"))
     constant = Declared(**{key: value for key, value in values.items() if key not in methods})
     return lambda config: constant
 
 
-def _computed(name: str, options: str) -> Declared | None:
+def _computed(name: str, options: str, steps: Any) -> Declared | None:
     from gcbench.core import registry
 
     try:
         fields = {key: schedule.normalize(key, value) for key, value in json.loads(options).items()}
-        last = max(schedule.starts(fields))
+        last = schedule.last(schedule.starts(fields), steps)
         method = registry.compressor(name, **schedule.at(fields, last))
     except (GcbenchError, TypeError, AttributeError):
         return None

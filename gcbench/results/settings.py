@@ -206,7 +206,7 @@ class Settings(BaseModel):
         "place",
         bare=True,
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = setting(
+    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = setting(
         0, "Seed(s).", COMPARED, "method"
     )
     holdout: NotNegative = setting(

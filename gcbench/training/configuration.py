@@ -64,7 +64,12 @@ class Config(Settings):
             start: registry.compressor(name, **schedule.at(options, start))
             for start in schedule.starts(options)
         }
-        values = {**task.defaults(), **stages[max(stages)].recipe, **settings}
+        wanted = {**task.defaults(), **settings}
+        last = stages[schedule.last(stages, wanted["steps"])]
+        recipe = dict(last.recipe)
+        if wanted.get("local_steps"):  # its directions go to the outer step, not to the optimizer
+            recipe = {key: value for key, value in recipe.items() if key not in OF_OPTIMIZER}
+        values = {**task.defaults(), **recipe, **settings}
         values["task_version"] = task.version
         values["task_options"] = {key: getattr(task, key) for key in task_options}
         if values.get("optimizer") == "muon":
@@ -95,9 +100,9 @@ class Config(Settings):
             memory.check_shared(str(memory_name), chosen, method)
             rule.check_legal(method.rule, chosen, values.get("start_step") or 0, method)
         if values.get("local_steps"):
-            _check_local_steps(stages[max(stages)], str(memory_name), chosen, settings)
-        if not stages[max(stages)].rule.plain:
-            _leave_update_to_rule(stages[max(stages)], values, settings)
+            _check_local_steps(last, str(memory_name), chosen, settings)
+        if not last.rule.plain:
+            _leave_update_to_rule(last, values, settings)
         if chosen.has_momentum:
             _leave_momentum_to_memory(str(memory_name), values, settings)
         place = str(values.get("device", "cpu")).partition(":")[0]
@@ -293,7 +298,8 @@ class Config(Settings):
         if self.schedule == "poly":
             factor = (1 - step / self.steps) ** self.schedule_power
         elif self.schedule == "step":
-            reached = sum(step >= self._steps(mark) for mark in self.schedule_steps)
+            early = 1e-9 * self.steps  # .55 of 100 steps is 55.00000000000001
+            reached = sum(step >= self._steps(mark) - early for mark in self.schedule_steps)
             factor = self.schedule_gamma**reached
         elif self.schedule == "cosine":
             begin = self._steps(self.warmup)
@@ -334,6 +340,8 @@ MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True}
 TORCH_HOOKS = ("none", "fp16", "powersgd")
 """Methods with a comparable hook in torch. Its bf16 hook fails on the CPU; its quantization hooks
 implement other methods, and gather their scales uncompressed."""
+OF_OPTIMIZER = ("optimizer", "lr", "momentum", "nesterov", "weight_decay", "decay", "betas", "eps")
+"""Settings of the optimizer that each worker runs."""
 OUTER = ("outer_lr", "outer_momentum", "outer_nesterov", "fragments", "blend")
 """Settings of the outer optimizer, which applies the mean difference of parameters."""
 

@@ -2,8 +2,9 @@
 
 With engine `ddp` each worker is a process whose replica is wrapped by DDP, with the hook of
 `gcbench.integrations.ddp` or one of torch's. Everything else is as in `Trainer`. A run differs from
-one with engine `spawn` only in the time of the exchange and in the order of tensors in the lanes,
-which determines random numbers and shards.
+one with engine `spawn` only in the time of the exchange, in the order of tensors, which determines
+random numbers and shards, and in its lanes: they end at `bucket_mb`, so a method that looks at the
+whole model (granularity "model", DGC's `clip`) looks at each lane of a larger model.
 
 Each step measures how much of the exchange is hidden. Backward returns when the last bucket has
 been exchanged. The time between the last gradient and that return is `exposed`; the rest of the

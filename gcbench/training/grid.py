@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_origin
@@ -75,6 +75,17 @@ def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
     return result
 
 
+def flag(key: str, text: str) -> Any:
+    """Return the value of a setting's flag; commas separate alternatives, also of sequences.
+
+    In a YAML file the list of a sequence is one alternative.
+    """
+    result = value(text)
+    if key in SEQUENCES and isinstance(result, list):
+        return [each if isinstance(each, tuple) else (each,) for each in result]
+    return result
+
+
 def choices(key: str, value: Any) -> list[Any]:
     """Return the alternatives of one setting: those of a list, or a single value.
 
@@ -132,6 +143,8 @@ Fields = dict[str, Any]
 def without_effect(names: Iterable[str], configs: Sequence[Config]) -> list[str]:
     """Return a sentence for each of these settings that is changed but used by no config.
 
+    So is a setting of which a run ends before it has an effect, also one that a method declares.
+
     They are allowed: the command that repeats a run gives all settings that differ from defaults.
     """
     sentences = []
@@ -144,7 +157,26 @@ def without_effect(names: Iterable[str], configs: Sequence[Config]) -> list[str]
                 f"{key} has no effect with {reader} {' or '.join(values)}, only with "
                 f"{' or '.join(users)}"
             )
-    return sentences
+    return [*sentences, *dict.fromkeys(late for one in configs for late in _too_late(one))]
+
+
+def _too_late(config: Config) -> Iterator[str]:
+    """Yield a sentence for each setting that begins after the last step."""
+    steps = f"the {config.steps:,} steps of the run"
+    if config.steps and config.start_step >= config.steps and config.compressor != "none":
+        yield (
+            f"{config.compressor} never compresses: start_step={config.start_step} is not below "
+            f"{steps}"
+        )
+    if config.schedule == "step":
+        late = [mark for mark in config.schedule_steps if mark >= max(1, config.steps)]
+        if late:
+            marks = "/".join(f"{mark:g}" for mark in late)
+            yield f"schedule_steps {marks}: not below {steps}"
+    for field, each in config.options.items():
+        if isinstance(each, Mapping) and (late := [s for s in each if s >= max(1, config.steps)]):
+            starts = ", ".join(map(str, late))
+            yield f"{field}: its value from step {starts} is not used in {steps}"
 
 
 def expand(flags: Mapping[str, Any], file: Path | None) -> list[Config]:

@@ -457,6 +457,10 @@ class Trainer:
                 self._apply(mean)
         else:
             self.skipped += 1
+            self.exchange.skipped += 1
+            if self.late is not None and self.step == config.steps - 1:
+                with self.clock.phase("update"):
+                    self._descend([self.late])
         self.step += 1
         if config.rebroadcast_every and self.step % config.rebroadcast_every == 0:
             with self.clock.phase("communicate"):
@@ -509,6 +513,10 @@ class Trainer:
             due = [] if self.late is None else [self.late]
             self.late = mean.clone()  # the exchange will overwrite its tensor
             due += [mean] if last else []
+        self._descend(due)
+
+    def _descend(self, due: Sequence[Tensor]) -> None:
+        """Run an optimizer step with each of these means."""
         for each in due:
             lr = self.config.lr_at(self.step)
             descend(self.optimizer, self.parameters, self._clipped(each), lr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,10 @@ def descend(
 
 def clip_factor(gradients: Sequence[Tensor], limit: float) -> float:
     """Return the factor that scales tensors to a joint 2-norm of at most `limit`."""
-    norm = float(torch.linalg.vector_norm(torch.cat([each.reshape(-1) for each in gradients])))
+    flat = torch.cat([each.reshape(-1) for each in gradients])
+    norm = float(torch.linalg.vector_norm(flat))
+    if math.isinf(norm):  # the sum of squares overflows in float32 and would clip to zero
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
     return min(1.0, limit / norm) if norm else 1.0
 
 

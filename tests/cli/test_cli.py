@@ -830,6 +830,18 @@ def test_files_that_are_no_compressor(mine, tmp_path):
         refused(invoke("run", "--compressor", path, "--steps", 1), code, message)
 
 
+def test_a_class_has_one_name():
+    """The message had blamed a `name` that the registry itself had set."""
+    from gcbench.core import registry
+    from gcbench.core.errors import GcbenchError
+
+    entry = registry.compressors()["int8"]
+    entries = {"int8": entry, "eight": entry}
+    registry.named("compressor", entries, "int8")
+    with pytest.raises(GcbenchError, match="is registered as 'int8', too"):
+        registry.named("compressor", entries, "eight")
+
+
 def test_a_compressor_brings_its_fields(tmp_path):
     from gcbench.training import grid
 

@@ -171,6 +171,8 @@ def test_a_setting_at_its_default_leaves_the_hash_as_it_is(monkeypatch):
 def test_lists_of_sequences():
     created = parse("gcbench run --schedule step --schedule-steps 5/7,9 --optimizer adam")
     assert [one.schedule_steps for one in created] == [[5, 7], [9]]
+    created = parse("gcbench run --schedule step --schedule-steps 5,9 --optimizer adam")
+    assert [one.schedule_steps for one in created] == [[5], [9]]
     created = parse("gcbench run --optimizer adam --betas 0.5/0.9,0.9/0.99")
     assert [one.betas for one in created] == [(0.5, 0.9), (0.9, 0.99)]
 
@@ -372,6 +374,48 @@ def test_settings_that_nothing_uses_are_named(flags, named, capsys):
     parse(f"gcbench run {flags}")
     lines = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
     assert [line.split()[1] for line in lines] == ([named] if named else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--compressor onebitadam --steps 50", "onebitadam never compresses: start_step=100"),
+        ("--compressor onebitadam --steps 101", ""),
+        ("--steps 400 --schedule step --schedule-steps 0.5/500/750", "schedule_steps 500/750: "),
+        ("--compressor topk:ratio=0:0.1/60:0.01 --steps 60", "ratio: its value from step 60 "),
+        ("--compressor topk:ratio=0:0.1/60:0.01 --steps 61", ""),
+        ("--compressor none --steps 50 --start-step 60", ""),
+    ],
+)
+def test_what_begins_after_the_last_step_is_named(flags, sentence, capsys):
+    parse(f"gcbench run {flags}")
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert [line[6 : 6 + len(sentence)] for line in notes] == [sentence] * bool(sentence)
+
+
+def test_the_recipe_is_that_of_the_last_step_and_of_what_steps():
+    """A stage after the run had set the rate; a sign step's rate was that of plain inner steps."""
+    later = {"sign": {0: True, 1000: False}}
+    short, long = (
+        Config.make({"task": "digits", "compressor": "demo", "options": later, "steps": steps})
+        for steps in (400, 1001)
+    )
+    plain = Config.make({"task": "digits", "compressor": "none"})
+    assert (short.lr, short.momentum) == (0.001, 0.0) != (plain.lr, plain.momentum)
+    assert (long.lr, long.momentum) == (plain.lr, plain.momentum)
+    local = {"task": "digits", "local_steps": 4, "outer_lr": 0.001}
+    for name in ("signsgd", "demo"):
+        inner = Config.make({**local, "compressor": name})
+        assert (inner.lr, inner.momentum) == (plain.lr, plain.momentum)
+        assert Config.make({**local, "compressor": name, "lr": 0.7}).lr == 0.7
+
+
+def test_a_fraction_of_the_steps_is_a_whole_step():
+    """0.55 * 100 is 55.00000000000001."""
+    for share, step in ((0.55, 55), (0.07, 7), (0.28, 28), (0.5, 50), (0.555, 56)):
+        settings = {"task": "digits", "steps": 100, "schedule": "step", "schedule_steps": [share]}
+        rates = [Config.make(settings).lr_at(each) for each in range(100)]
+        assert sum(rate == rates[0] for rate in rates) == step
 
 
 def test_a_call_names_the_settings_that_nothing_uses(tmp_path):

@@ -32,6 +32,7 @@ from gcbench.training.rank import Rank
 from gcbench.training.runner import Runner
 from gcbench.training.store import Run
 from gcbench.training.train import Options, Trainer
+from gcbench.training.updates import clip_factor
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -593,6 +594,31 @@ def test_all_workers_skip_a_step_together(tmp_path):
     clean = fit(config(on_nonfinite="skip"), tmp_path / "clean")
     assert clean["skipped_steps"] == 0
     assert clean["params_sha256"] != here["params_sha256"]
+
+
+def test_a_delayed_mean_is_applied_if_the_last_step_is_skipped(tmp_path):
+    """So all means are applied, in a run that ends with a bad step as in one that does not."""
+
+    def after(steps: int, bad: int | None) -> str:
+        def on_bucket(step, rank, bucket):
+            if step == bad:
+                bucket[0] = torch.nan
+
+        settings = config(
+            on_nonfinite="skip", delay=1, steps=steps, schedule="constant", lr=0.1, momentum=0.0
+        )
+        folder = tmp_path / f"{steps} {bad}"
+        return fit(settings, folder, on_bucket=on_bucket)["params_sha256"]
+
+    assert after(4, 3) == after(3, None) != after(2, None)
+
+
+def test_large_gradients_are_clipped_and_not_erased():
+    """The sum of squares overflows in float32."""
+    for value in (1e18, 1e20, 3e38):
+        gradient = torch.full((4,), value)
+        assert clip_factor([gradient], 1.0) == pytest.approx(1 / (2 * value), rel=1e-5)
+    assert clip_factor([torch.zeros(4)], 1.0) == 1.0
 
 
 def test_a_step_that_is_bad_elsewhere_is_skipped_here(trainer, monkeypatch):
