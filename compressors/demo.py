@@ -50,6 +50,7 @@ from gcbench.core.compressor import (
     check_finite,
 )
 from gcbench.core.errors import PayloadError
+from gcbench.core.rule import Directions, UpdateRule
 from gcbench.ops import packing, selection
 from gcbench.ops.packing import packed_words
 from gcbench.ops.selection import KeptRun
@@ -80,6 +81,10 @@ class DeMo(Compressor):
             raise ValueError(f"chunk={self.chunk}: expected 1 to 256 elements (16-bit indices)")
         if self.topk < 1:
             raise ValueError(f"topk={self.topk}: expected at least 1 coefficient")
+
+    @property
+    def rule(self) -> UpdateRule:
+        return Directions() if self.sign else UpdateRule()
 
     def _cuts(self, segments: Segments) -> list[Chunks]:
         return cut_chunks(segments, self.chunk, self.topk)

@@ -33,7 +33,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,7 +47,7 @@ from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
 from gcbench.ops.random import normal
 
-from .powersgd import LowRank, right
+from .powersgd import LowRank, Matrix, right
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,15 @@ class Orthonormalized(UpdateRule):
 
     codec: Dion
 
+    of_factors: ClassVar[bool] = True
+
     def update(self, mean: Tensor, ctx: Context) -> Tensor:
         direction = mean.sign_()
         if "state" not in ctx.joint:  # all tensors are dense
             return direction
         matrices = self.codec.matrices(ctx.segments)
-        q = right(ctx.joint["state"], matrices)
-        p = torch.split(
-            ctx.joint["state"][sum(map(Tensor.numel, q)) :], [t.rank * t.n for t in matrices]
-        )
-        for t, p_i, q_i in zip(matrices, p, q, strict=True):
-            update = ops.lowrank.product(p_i.view(t.rank, t.n), q_i, out=direction[t.place])
+        for t, p, q in zip(matrices, *factors(ctx.joint["state"], matrices), strict=True):
+            update = ops.lowrank.product(p.view(t.rank, t.n), q, out=direction[t.place])
             update.mul_(math.sqrt(t.n / t.m))
         return direction
 
@@ -132,6 +130,18 @@ class Dion(LowRank):
         p = torch.zeros(sum(t.rank * t.n for t in matrices), dtype=torch.float32)
         return torch.cat([*q, p])
 
+    def in_rounds(
+        self, x: Tensor, state: Tensor, ctx: Context
+    ) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Run the rounds; a matrix without a gradient does not move, and its Q waits."""
+        mean, new = yield from super().in_rounds(x, state, ctx)
+        matrices = self.matrices(ctx.segments)
+        for old, p, q in zip(right(state, matrices), *factors(new, matrices), strict=True):
+            if not q.any():
+                q.copy_(old)
+                p.zero_()
+        return mean, new
+
     def following(self, p: Sequence[Tensor], q: Sequence[Tensor], ctx: Context) -> Sequence[Tensor]:
         return [*map(self._unit, q), *p]
 
@@ -155,6 +165,12 @@ class Dion(LowRank):
         columns[:, upper.diagonal() < 0] *= -1  # as Gram-Schmidt: in the direction of the rows
         basis: Tensor = columns.T.float().contiguous()
         return basis
+
+
+def factors(state: Tensor, matrices: Sequence[Matrix]) -> tuple[Sequence[Tensor], list[Tensor]]:
+    """Return views of P^T, 1-D, and of Q^T, (r, m), of each matrix."""
+    q = right(state, matrices)
+    return torch.split(state[sum(map(Tensor.numel, q)) :], [t.rank * t.n for t in matrices]), q
 
 
 class DionClaims(Claims[Dion], of=Dion):

@@ -14,11 +14,12 @@ rescale them.
 refresh=k updates v as 0/1 Adam does, at steps t_1 = 1, t_2, ... and at no others, which exchange
 gradients in fp32: t_(j+1) = t_j + 2^floor(j / k). It leaves out 0/1 Adam's local steps.
 Wire: 1 bit per element and one float32 per tensor, up and down; 32 bits per element during the
-warm-up (15 to 25 % of the steps in the source). Adam updates tensors that stay dense.
+warm-up (15 to 25 % of the steps in the source). Adam updates tensors that stay dense; with
+`refresh`, their v changes at the steps t_j alone.
 Source: Tang et al., ICML 2021, arXiv:2102.02888, algorithm 1. 0/1 Adam: Lu et al. 2022,
 arXiv:2202.06009; code: DeepSpeed, zoadam.py.
 Differs: v is frozen with its bias correction, so the step size does not jump after a short warm-up;
-with `refresh` it counts updates.
+with `refresh` it counts updates. Skipped steps do not count, except in `refresh`.
 An element whose gradient was 0 throughout the warm-up does not move afterwards, as with DeepSpeed's
 momentum mask (test_onebitadam.py::test_elements_without_gradient_do_not_move). With `refresh`,
 DeepSpeed compresses gradients, not momenta, between the updates of v, and corrects no bias.
@@ -104,16 +105,15 @@ class FrozenAdam(UpdateRule):
     needs_warm_up: ClassVar[bool] = True
 
     def update(self, mean: Tensor, ctx: Context) -> Tensor:
-        variance, count = ctx.joint["variance"], self._updates(ctx.step)
+        t = ctx.step + 1 - ctx.skipped  # updates of the momentum
+        variance, count = ctx.joint["variance"], self._updates(ctx.step) if self.refresh else t
         if count and not self.frozen:  # `mean` is the gradient
             variance.lerp_(mean * mean, (1 - self.beta2) / (1 - self.beta2**count))
-        momentum = ctx.joint["momentum"] / (1 - self.beta1 ** (ctx.step + 1))
+        momentum = ctx.joint["momentum"] / (1 - self.beta1**t)
         return torch.where(variance > 0, momentum / (variance.sqrt() + self.eps), 0.0)
 
     def _updates(self, step: int) -> int:
         """Return how many updates of v there are up to this step, 0 if it is not one of them."""
-        if not self.refresh:
-            return step + 1
         doublings = (step // self.refresh + 1).bit_length() - 1
         since = step + 1 - self.refresh * ((1 << doublings) - 1)
         return 0 if since % (1 << doublings) else self.refresh * doublings + (since >> doublings)

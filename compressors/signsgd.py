@@ -40,6 +40,7 @@ from gcbench import ops
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Layout, Parts, Payload, Segments
 from gcbench.core.errors import UsageError
+from gcbench.core.rule import Directions, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class SignSGD(Compressor):
             raise ValueError(f"quorum={self.quorum}: expected at least 1 vote")
         if self.ties == "coin" and self._bits(2) == 2:
             raise ValueError("ties='coin': with abstain or quorum a tied vote is 0; leave it out")
+
+    @property
+    def rule(self) -> UpdateRule:
+        return Directions()
 
     def legal_collectives(self) -> tuple[str, ...]:
         # Only an owner can toss a coin.

@@ -113,8 +113,9 @@ class Claims(Generic[C]):
     def error_bound(self, x: Tensor, ctx: Context) -> float | None:
         """Return a proven bound on ||x - decode(encode(x))||^2 of a contractive method.
 
-        It is below ||x||^2 unless x = 0. For a random method it may hold in expectation over the
-        draws; the check then tests the mean of several encodings.
+        It is below ||x||^2 unless x = 0, and may fail near float32's maximum. For a random method
+        it may hold in expectation over the draws; the check then tests the mean of several
+        encodings.
         """
         return None
 

@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -96,6 +97,13 @@ class Lane:
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
             raise ValueError(f"edges {self.edges}: expected segment boundaries")
+        names = [*self.memory.buffers, *self.joint, "owner", "state"]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise UsageError(
+                f"the buffer {twice[0]!r} would have two users: a memory's buffers, its joint "
+                "buffers and those of an update rule need different names, other than `owner` and "
+                f"`state`, which the exchange uses. Rename it in {self.memory!r} or {self.rule!r}"
+            )
 
     def bounds(self, workers: int) -> Sequence[int]:
         """Return the start of each owner's shard, then the lane's length."""
@@ -110,6 +118,8 @@ class Lane:
     def fused(self) -> bool:
         """Whether the method encodes and updates the residual in one operation."""
         alone = self.collective != "sparse"  # there, the other workers decide what was sent
+        # a statistic would be that of the gradient without the residual
+        alone = alone and type(self.compressor).prepare is Compressor.prepare
         return alone and self.memory.fusible and fuses_feedback(self.compressor)
 
 
@@ -377,6 +387,10 @@ class Exchange:
         """Per lane, its most recent method in rounds."""
         self.agreement = Traffic()
         """Traffic of `agree`, a part of the only local worker's traffic."""
+        self.resting: list[list[slice]] = [[] for _ in lanes]
+        """Per lane, the parts whose next mean will be applied at the rate 0."""
+        self.skipped = 0
+        """Steps without an exchange because a gradient was not finite; the caller counts them."""
         self.workers: list[list[State]] = [[{} for _ in lanes] for _ in world.ranks]
         self.joint: list[State] = [{} for _ in lanes]
         self.buffers = Buffers(world.device)
@@ -450,9 +464,9 @@ class Exchange:
     def follow(self, lr: float | Sequence[Sequence[float | None]]) -> None:
         """Rescale the residuals to the learning rate that the next means will be applied with.
 
-        The factor is the last positive rate over the next positive rate, so a rate of 0 and the
-        first rate change nothing. `lr`: one rate, or one per part of each lane, where None leaves
-        the part unchanged.
+        The factor is the last positive rate over the next positive rate, so the first rate changes
+        nothing. At a rate of 0 residuals neither are sent nor change: the step does not apply the
+        mean. `lr`: one rate, or one per part of each lane, where None leaves the part unchanged.
 
         Raises:
             UsageError: a rate is negative or not finite.
@@ -464,6 +478,9 @@ class Exchange:
                 for old, new in zip(self.rates[number], lane, strict=True)
             ]
             self._rescale(number, factors)
+            self.resting[number] = [
+                part for part, rate in zip(self.parts[number], lane, strict=True) if rate == 0
+            ]
         self.assume(rates)
 
     def assume(self, lr: float | Sequence[Sequence[float | None]]) -> None:
@@ -499,6 +516,38 @@ class Exchange:
                     low, high = max(start, begin), min(stop, end)
                     if low < high:
                         mine["owner"][low - begin : high - begin].mul_(factor)
+
+    @contextmanager
+    def _resting(self, number: int) -> Iterator[None]:
+        """Set the residuals of parts that rest aside, and restore them after the exchange."""
+        saved = [
+            (i, part, self._residual_views(number, i, part))
+            for i in range(len(self.workers))
+            for part in self.resting[number]
+        ]
+        copies = [{name: view.clone() for name, view in views.items()} for *_, views in saved]
+        for *_, views in saved:
+            for view in views.values():
+                view.zero_()
+        try:
+            yield
+        finally:
+            for (i, part, _), before in zip(saved, copies, strict=True):
+                for name, view in self._residual_views(number, i, part).items():
+                    # an owner's residual may have been created in the exchange
+                    view.copy_(before[name]) if name in before else view.zero_()
+
+    def _residual_views(self, number: int, worker: int, part: slice) -> dict[str, Tensor]:
+        """Return views of the residuals of a part of a lane, with the owner's share of it."""
+        lane, mine = self.lanes[number], self.workers[worker][number]
+        views = {name: mine[name][part] for name in lane.memory.residuals if name in mine}
+        if "owner" in mine:
+            rank = self.world.ranks[worker]
+            begin, end = lane.bounds(self.world.size)[rank : rank + 2]
+            low, high = max(part.start, begin), min(part.stop, end)
+            if low < high:
+                views["owner"] = mine["owner"][low - begin : high - begin]
+        return views
 
     def agree(self, row: Sequence[int]) -> list[list[int]]:
         """Return every worker's row of integers, by rank; for one local worker.
@@ -551,6 +600,7 @@ class Exchange:
                 "begun": ["state" in state for state in self.joint],
                 "traffic": list(astuple(traffic)),
                 "agreement": list(astuple(self.agreement)),
+                "skipped": self.skipped,
             }
         )
 
@@ -591,8 +641,10 @@ class Exchange:
             )
             for name in ("traffic", "agreement")
         }
+        skipped = int(sealed.number("skipped", saved.get("skipped", 0)))  # older states have none
         memory, joint = self._checked_buffers(saved, worker)
         sealed.check_seal(saved)
+        self.skipped = skipped
         self.rates = rates
         self.world.traffic[worker], self.agreement = counts["traffic"], counts["agreement"]
         for mine, restored in ((self.workers[worker], memory), (self.joint, joint)):
@@ -635,7 +687,7 @@ class Exchange:
         `gradients`: each local worker's gradient of this lane, float32, shape (n of the lane,).
         """
         out = self._means()[1][number]
-        with faults.together():
+        with faults.together(), self._resting(number):
             self._lane(number, gradients, step, out)
         return out
 
@@ -650,14 +702,16 @@ class Exchange:
         Call `follow` before. A shard is valid until the next call for the lane.
         """
         ranks = self.world.ranks
-        with faults.together():
+        with faults.together(), self._resting(number):
             ctx = self._context(number, step)
             xs = self._offered(number, gradients, ctx)
             whole, prepared = self._agree(number, xs, ctx)
             shards, received = self._to_owners(number, whole, xs, prepared)
-            return self._workers(
+            means = self._workers(
                 "decode", lambda i: self._owned(number, i, received[i], shards[ranks[i]])
             )
+            rule = self.lanes[number].rule
+            return means if rule.plain else [rule.update(mean, ctx) for mean in means]
 
     def offered(self, number: int, gradient: Tensor, step: int) -> Tensor:
         """Return the input of lane `number`'s encoder, (n,), without changing any buffer.
@@ -675,7 +729,12 @@ class Exchange:
         rates = [*{rate for rate in self.rates[number] if rate is not None}] or [1.0]
         kind = Context if len(rates) == 1 else MixedContext
         return kind(
-            lane.segments, key=key, workers=self.world.size, lr=rates[0], joint=self.joint[number]
+            lane.segments,
+            key=key,
+            workers=self.world.size,
+            lr=rates[0],
+            joint=self.joint[number],
+            skipped=self.skipped,
         )
 
     def _of_memory(self, number: int, i: int, ctx: Context) -> Context:

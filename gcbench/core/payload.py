@@ -363,6 +363,8 @@ class Context(NamedTuple):
     """The memory's buffers of this worker, by name."""
     joint: State = {}  # noqa: RUF012
     """The buffers of memory and update rule that are equal on all workers, by name."""
+    skipped: int = 0
+    """Earlier steps whose mean was never computed, because a gradient was not finite."""
 
     @property
     def rank(self) -> int:

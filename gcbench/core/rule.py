@@ -32,6 +32,8 @@ class UpdateRule:
     """Names of the buffers in `ctx.joint` that `update` changes, initially zeros of shape (n,)."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Names of the memory's joint buffers that the rule reads."""
+    of_factors: ClassVar[bool] = False
+    """Whether the rule reads `ctx.joint["state"]`, the factors of the mean that was exchanged."""
     needs_warm_up: ClassVar[bool] = False
     """Whether the rule estimates a quantity during fp32 steps, so that `start_step` must be > 0."""
 
@@ -63,17 +65,41 @@ class UpdateRule:
         return self
 
 
+class Directions(UpdateRule):
+    """For methods whose exchange returns signs: where it is exact, the signs of the mean.
+
+    So tensors that stay dense, and steps in fp32, move at the same rate as the others.
+    """
+
+    def dense(self) -> UpdateRule:
+        """Return the rule that takes the signs."""
+        return _Signs()
+
+
+class _Signs(UpdateRule):
+    def update(self, mean: Tensor, ctx: Context) -> Tensor:
+        return mean.sign_()
+
+
 def check_legal(rule: UpdateRule, memory: Memory, start_step: int, method: object) -> None:
     """Check that an update rule works with this memory and number of fp32 steps.
 
     Raises:
-        UsageError: a buffer that the rule reads is missing, or it needs fp32 steps.
+        UsageError: a buffer that the rule reads is missing, the memory replaces the mean whose
+            factors the rule reads, or it needs fp32 steps.
     """
     missing = [name for name in rule.reads if name not in memory.joint]
     if missing:
         raise UsageError(
             f"the update rule of {method!r} reads {', '.join(missing)} from the method's memory, "
             f"which {memory!r} lacks. Remove --memory to use the method's memory"
+        )
+    from gcbench.core.memory import Memory
+
+    if rule.of_factors and type(memory).apply is not Memory.apply:
+        raise UsageError(
+            f"the update rule of {method!r} uses the factors that were exchanged, but {memory!r} "
+            "applies something other than their product. Remove --memory to use the method's memory"
         )
     if rule.needs_warm_up and not start_step:
         raise UsageError(

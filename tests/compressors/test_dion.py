@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import invoke
 from gcbench.compressors.dion import DecoupledMomentum
+from gcbench.compressors.powersgd import right
 
 import gcbench
 from gcbench.core import memory
@@ -34,6 +35,30 @@ def exchange(simulated, clock, method, workers, carried=None):
     carried = memory.of(method) if carried is None else carried
     lane = lane_of(SHAPES, 0, method, "allreduce", carried, exact=False)
     return Exchange(simulated(workers), [lane], 3, clock)
+
+
+def test_the_factors_of_a_matrix_without_a_gradient_wait(simulated, clock):
+    """An idle step had replaced them by a constant draw, the same at each of them."""
+    method = gcbench.get_compressor("dion", rank_fraction=0.25)
+    created = exchange(simulated, clock, method, WORKERS)
+    matrices = method.matrices(Segments.of(SHAPES))
+    created.mean(list(gradients(3)[0]), 0, LR)
+    before = [q.clone() for q in right(created.joint[0]["state"], matrices)]
+    for worker in created.workers:
+        worker[0]["momentum"][PLACES[0]] = 0.0
+    idle = [x.clone() for x in gradients(3)[1]]
+    for x in idle:
+        x[PLACES[0]] = 0.0
+    created.mean(idle, 1, LR)
+    after = right(created.joint[0]["state"], matrices)
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+
+
+def test_a_memory_that_replaces_the_mean_is_refused():
+    """The rule reads the factors of what was sent, and EF21 applies a sum of all that was."""
+    with pytest.raises(UsageError, match="Remove --memory"):
+        Config.make({"compressor": "dion", "memory": "ef21"})
 
 
 def on_means(method, means: torch.Tensor) -> torch.Tensor:

@@ -20,11 +20,33 @@ from gcbench.compressors.memories.residual import Residual
 
 import gcbench
 from gcbench import ops
-from gcbench.core import codec
+from gcbench.core import codec, memory
 from gcbench.core.compressor import Context, Key, Payload, Segments, requantizes
 from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.exchange import Exchange, lane_of
 
 NOTHING = torch.empty(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "signs"),
+    [("signsgd", {}, True), ("demo", {}, True), ("demo", {"sign": False}, False)],
+)
+def test_dense_tensors_move_as_the_others(simulated, clock, name, fields, signs):
+    """They had moved by the mean at the rate of signs, hundreds of times less."""
+    method, workers = gcbench.get_compressor(name, **fields), 3
+    carried = memory.of(method)
+    lanes = [
+        lane_of([(64,)], start, method, method.legal_collectives()[0], carried, exact=start > 0)
+        for start in (0, 64)
+    ]
+    created = Exchange(simulated(workers), lanes, 0, clock)
+    clock.start_step()
+    gradients = [1e-3 * normal(128, seed=seed) for seed in range(workers)]
+    mean = created.mean(gradients, 0, 1.0)
+    exact = torch.stack([x[64:] for x in gradients]).mean(0)
+    assert (mean[:64].abs() == 1).all() == signs
+    torch.testing.assert_close(mean[64:], exact.sign() if signs else exact)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

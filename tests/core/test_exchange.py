@@ -179,6 +179,14 @@ def test_modelled_time_follows_the_link(simulated, clock):
     assert world.modelled_seconds == pytest.approx(6 * 50e-6 + 1.5 * 4e6 * 8 / 10e9)
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_broadcast_takes_as_long_as_its_root_sends(simulated, workers):
+    """The mean over workers of what they send had been taken: half of it between two."""
+    world = simulated(workers)
+    world.broadcast(torch.zeros(1_000_000))
+    assert world.modelled_seconds == pytest.approx((workers - 1) * 50e-6 + 4e6 * 8 / 10e9)
+
+
 def test_dense_lane_rides_beside(simulated, clock):
     """What a policy keeps dense arrives exactly; the rest is ternary."""
     xs = [torch.randn(3000, generator=torch.Generator().manual_seed(i)) for i in range(4)]

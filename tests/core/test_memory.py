@@ -155,6 +155,70 @@ def test_a_learning_rate_of_zero_rescales_nothing(simulated, clock):
     assert created.lr == 0.25
 
 
+@pytest.mark.parametrize("collective", ["allgather", "twoshot"])
+@pytest.mark.parametrize("rates", [(0.0, 0.2, 0.1), (0.2, 0.1, 0.0), (0.2, 0.0, 0.1)])
+def test_a_step_at_rate_zero_neither_sends_nor_changes_residuals(
+    simulated, clock, collective, rates
+):
+    """It had sent them, at the rate 0; parameters and residuals then miss a part of SGD's steps."""
+    n, workers = 1500, 3
+    created = exchange(simulated, clock, Largest(0.1), collective, Residual(), workers, n)
+    theta, sgd, last = torch.zeros(n).double(), torch.zeros(n).double(), 0.0
+    for step, (lr, grads) in enumerate(zip((*rates, 0.1), gradients(4, workers, n), strict=True)):
+        theta -= lr * created.mean(list(grads), step, lr).double()
+        sgd -= lr * grads.double().mean(0)
+        last = lr or last
+        left = torch.stack(carried(created, "residual")).double().mean(0)
+        if "owner" in created.workers[0][0]:
+            left += torch.cat([states[0]["owner"] for states in created.workers]).double()
+        assert (theta - last * left - sgd).abs().max() < 1e-6
+
+
+def test_a_statistic_is_of_the_gradient_with_its_residual(simulated, clock):
+    """A fused `encode_feedback` had received the statistic of the gradient alone."""
+    seen: list[float] = []
+
+    class Statistic(type(gcbench.get_compressor("topk"))):
+        def prepare(self, x, ctx):
+            seen.append(float(x.abs().sum()))
+            return super().prepare(x, ctx)
+
+    assert fuses_feedback(Statistic(ratio=0.25))
+    created = exchange(simulated, clock, Statistic(ratio=0.25), "allgather", Residual(), 1, 4)
+    for step in range(2):
+        created.mean([torch.tensor([1.0, -4.0, 2.0, 0.0])], step)
+    assert seen == [7.0, 10.0]
+
+
+def test_buffers_with_two_users_are_refused():
+    """One had overwritten the other."""
+
+    class Reader(UpdateRule):
+        buffers: ClassVar[tuple[str, ...]] = ("average",)
+
+    class InRounds(UpdateRule):
+        buffers: ClassVar[tuple[str, ...]] = ("state",)
+
+    @dataclass(frozen=True)
+    class Average(Residual):
+        joint: ClassVar[tuple[str, ...]] = ("average",)
+
+    @dataclass(frozen=True)
+    class Owner(Residual):
+        buffers: ClassVar[tuple[str, ...]] = ("owner",)
+
+    segments = Segments.of([(4,)])
+    Lane(Largest(), "allgather", 0, segments, Average(), rule=UpdateRule())
+    Lane(Largest(), "allgather", 0, segments, Residual(), rule=Reader())
+    for carrying, rule, name in (
+        (Average(), Reader(), "average"),
+        (Residual(), InRounds(), "state"),
+        (Owner(), UpdateRule(), "owner"),
+    ):
+        with pytest.raises(UsageError, match=f"the buffer '{name}' would have two users"):
+            Lane(Largest(), "allgather", 0, segments, carrying, rule=rule)
+
+
 @pytest.mark.parametrize("lr", [-0.1, math.nan, math.inf, None, "fast"])
 def test_learning_rates_that_are_none_are_refused_where_they_enter(simulated, clock, lr):
     created = exchange(simulated, clock, Largest(), "twoshot", Residual(), 1, 4)
@@ -329,6 +393,10 @@ def test_masking_is_left_out_where_nothing_is_lost():
         memory.check_masking("dgc", Dgc(), method)
         assert memory.for_method(Dgc(clip=2.0), method) == Dgc(masking=False, clip=2.0)
     assert memory.for_method(Dgc(), part) == Dgc()
+    # at the magnitude 1 all is sent, and not at others
+    assert memory.for_method(Dgc(), gcbench.get_compressor("threshold")) == Dgc()
+    with pytest.raises(UsageError, match="masking=false"):  # exact for small matrices alone
+        memory.check_masking("dgc", Dgc(), gcbench.get_compressor("powersgd", rank=32))
     assert memory.for_method(Residual(), whole) == Residual()
 
 

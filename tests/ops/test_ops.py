@@ -179,6 +179,7 @@ def test_split_words_cuts_at_tiles():
     codes = torch.randint(0, 8, (5000,), generator=torch.Generator().manual_seed(0))
     bounds = [0, 2048, 2048, 4096, 5000]
     pieces = ops.packing.split_words(ops.packing.pack(codes, 3), 3, bounds)
+    assert len(pieces) == 4
     for piece, start, stop in zip(pieces, bounds, bounds[1:], strict=False):
         assert torch.equal(piece, ops.packing.pack(codes[start:stop], 3))
 
