@@ -465,8 +465,9 @@ class Exchange:
         """Rescale the residuals to the learning rate that the next means will be applied with.
 
         The factor is the last positive rate over the next positive rate, so the first rate changes
-        nothing. At a rate of 0 residuals neither are sent nor change: the step does not apply the
-        mean. `lr`: one rate, or one per part of each lane, where None leaves the part unchanged.
+        nothing. At a rate of 0 residuals are not sent, since the step would not apply them; the
+        error of this mean, which a momentum may apply later, is added to them. `lr`: one rate, or
+        one per part of each lane, where None leaves the part unchanged.
 
         Raises:
             UsageError: a rate is negative or not finite.
@@ -519,7 +520,7 @@ class Exchange:
 
     @contextmanager
     def _resting(self, number: int) -> Iterator[None]:
-        """Set the residuals of parts that rest aside, and restore them after the exchange."""
+        """Set the residuals of parts that rest aside, and add them again after the exchange."""
         saved = [
             (i, part, self._residual_views(number, i, part))
             for i in range(len(self.workers))
@@ -533,9 +534,9 @@ class Exchange:
             yield
         finally:
             for (i, part, _), before in zip(saved, copies, strict=True):
-                for name, view in self._residual_views(number, i, part).items():
-                    # an owner's residual may have been created in the exchange
-                    view.copy_(before[name]) if name in before else view.zero_()
+                views = self._residual_views(number, i, part)
+                for name, residual in before.items():
+                    views[name].add_(residual)
 
     def _residual_views(self, number: int, worker: int, part: slice) -> dict[str, Tensor]:
         """Return views of the residuals of a part of a lane, with the owner's share of it."""

@@ -760,6 +760,7 @@ class CommHook(Hook):
             return
         for placed in tensors:
             self._used[placed.name] += placed.name not in self._idle
+        self._due.update(placed.name for placed in tensors if placed.name not in self._idle)
         level.unscale(gradient)
         if self._looks:
             self._look(level, number, gradient, self._idle)

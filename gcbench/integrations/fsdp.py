@@ -911,6 +911,7 @@ class _Module(_Collective):
         """
         hook, layout, exchange = self.hook, self.layout, level.exchange
         looks, self.misfit = level.begin(self.step, hook._rates), None
+        hook._due.update(name for names in level.names for name in names)
         if hook.settings.on_nonfinite == "skip":
             hook._undo.append(level.undo())
         for number, (lane, x) in enumerate(zip(layout.lanes(), gradients, strict=True)):

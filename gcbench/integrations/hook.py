@@ -214,6 +214,8 @@ class Hook:
         """The last error that all ranks agreed on."""
         self._summary: dict[str, Any] = {}
         self._size = self._skipped = 0
+        self._due: set[str] = set()
+        """Names of the parameters whose gradient was exchanged and not applied yet."""
 
     # -- attributes --------------------------------------------------------------------------------
 
@@ -408,8 +410,17 @@ class Hook:
 
     def _record_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the rates at which an optimizer has applied the last means."""
+        applied: set[str] = set()
         for level in self._levels():
-            level.exchange.assume(level.rates(self._rates, optimizer))
+            rates = level.rates(self._rates, optimizer)
+            for names, lane in zip(level.names, rates, strict=True):
+                for i, name in enumerate(names):
+                    if name not in self._due:
+                        lane[i] = None  # its residual still has the rate of an earlier step
+                    elif lane[i] is not None:
+                        applied.add(name)
+            level.exchange.assume(rates)
+        self._due -= applied
 
     def _common(self, position: str, step: int, levels: Sequence[Level]) -> Common:
         """Return what must be the same on all ranks at an exchange of these levels."""

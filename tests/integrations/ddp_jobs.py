@@ -1179,6 +1179,65 @@ def failed_state(rank: int, size: int) -> dict[str, Any]:
     return result
 
 
+@job
+def rested(rank: int, size: int) -> dict[str, Any]:
+    """Let a model rest while the rate of its optimizer falls; and a part, while it is scheduled."""
+    result: dict[str, Any] = {}
+
+    def update(hook: Any, lane: int) -> float:
+        ((_, entry),) = hook.state_dict().items()
+        exchange = entry["exchange"]
+        residual = exchange["tensors"][f"memory {lane} residual"]
+        return float(residual.norm() * exchange["rates"][lane][0])
+
+    first, second = DDP(nn.Linear(16, 16, bias=False)), DDP(nn.Linear(16, 16, bias=False))
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    hooks = [
+        comm_hook("topk", ratio=0.1, optimizer=optimizer).register(each) for each in (first, second)
+    ]
+    ends = []
+    for step in range(4):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.001
+        optimizer.zero_grad()
+        (first(x) + second(x) if step < 2 else first(x)).square().mean().backward()
+        optimizer.step()
+        ends.append(update(hooks[1], 0))
+    result["model"] = ends
+    for hook in hooks:
+        hook.close()
+
+    parts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+    net = Chosen(parts)
+    ddp = DDP(net, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    hook = comm_hook("topk", ratio=0.1, bucket_mb=0.0001, optimizer=optimizer).register(ddp)
+    lane = next(i for i, names in enumerate(hook._level.names) if "parts.1.weight" in names)
+    ends = []
+    for step in range(4):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        ddp(x, both=step < 2).square().mean().backward()
+        if step >= 2:
+            optimizer.param_groups[0]["lr"] /= 10
+        optimizer.step()
+        ends.append(update(hook, lane))
+    result["part"] = ends
+    hook.close()
+    return result
+
+
+class Chosen(nn.Module):
+    """Two layers whose outputs are added, or the first one alone."""
+
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        return self.parts[0](x) + self.parts[1](x) if both else self.parts[0](x)
+
+
 class TwoDtypes(nn.Module):
     """Float32 and bfloat16 parameters, which DDP reduces in different buckets."""
 

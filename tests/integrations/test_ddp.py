@@ -442,6 +442,15 @@ def test_a_state_after_a_failed_exchange_causes_a_warning():
         assert re.search("an error ended the exchange of step 1: .*saved before that step", text)
 
 
+@pytest.mark.parametrize("name", ["model", "part"])
+def test_a_residual_that_rests_stands_for_the_same_update(name):
+    """It had been taken for one of the rate at which other parameters moved meanwhile."""
+    for result in of("rested"):
+        _, before, *after = result[name]
+        assert before > 0
+        assert after == pytest.approx([before] * 2, rel=1e-5)
+
+
 def test_the_first_pass_with_static_graph_is_a_step():
     """Its buckets had been waited for without end, or had been no step."""
     for result in of("static_graph"):

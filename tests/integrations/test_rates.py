@@ -86,11 +86,13 @@ def test_a_step_of_one_of_several_optimizers_records_only_its_rates(level):
     hook._follow_steps(parameters)
     residual = level.exchange.workers[0][0]["residual"]
     level.begin(0, rates)
+    hook._due.update("ab")  # exchanged
     residual.fill_(1.0)
     for optimizer, falls in ((first, 0.5), (second, 0.25)):
         optimizer.step()
         optimizer.param_groups[0]["lr"] = falls
     level.begin(1, rates)
+    hook._due.update("ab")
     assert residual.tolist() == [2.0] * 4 + [4.0] * 4
     second.param_groups[0]["lr"] = 8.0
     second.step()  # applied at 8, though the exchange expected 0.25
@@ -108,6 +110,7 @@ def test_a_rate_that_a_step_hook_sets_counts_from_the_next_step(level):
     hook._follow_steps(parameters)
     optimizer.register_step_post_hook(lambda one, *_: one.param_groups[0].update(lr=0.5))
     level.begin(0, rates)
+    hook._due.update("ab")  # exchanged
     level.exchange.workers[0][0]["residual"].fill_(1.0)
     optimizer.step()
     level.begin(1, rates)
