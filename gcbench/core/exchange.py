@@ -97,13 +97,14 @@ class Lane:
     def __post_init__(self) -> None:
         if not {*self.edges} <= {*self.segments.offsets}:
             raise ValueError(f"edges {self.edges}: expected segment boundaries")
-        names = [*self.memory.buffers, *self.joint, "owner", "state"]
-        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise UsageError(
-                f"the buffer {twice[0]!r} would have two users: a memory's buffers, its joint "
-                "buffers and those of an update rule need different names, other than `owner` and "
-                f"`state`, which the exchange uses. Rename it in {self.memory!r} or {self.rule!r}"
-            )
+        for names, reserved in ((self.memory.buffers, "owner"), (self.joint, "state")):
+            users = [*names, reserved]
+            if twice := [name for name in names if users.count(name) > 1]:
+                raise UsageError(
+                    f"the buffer {twice[0]!r} would have two users: a memory's joint buffers and "
+                    "those of an update rule need different names, and the exchange itself uses "
+                    f"`owner` and `state`. Rename it in {self.memory!r} or {self.rule!r}"
+                )
 
     def bounds(self, workers: int) -> Sequence[int]:
         """Return the start of each owner's shard, then the lane's length."""

@@ -8,6 +8,7 @@ import importlib
 import os
 import socket
 import sys
+import time
 
 PRELOADED = "torch" in sys.modules
 """A fork of a process that has imported torch, see preloaded.py: no sitecustomize ran here."""
@@ -121,4 +122,5 @@ if kind in ("local differ", "loads") and rank == 1:
     next(ddp.parameters()).data += 1
 if hook is not None:
     hook.close()
+time.sleep(0.1)  # torch hangs at exit if gloo's thread still holds the last collective
 dist.destroy_process_group()
