@@ -1198,7 +1198,7 @@ def rested(rank: int, size: int) -> dict[str, Any]:
     ends = []
     for step in range(4):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.001
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.05
         optimizer.zero_grad()
         (first(x) + second(x) if step < 2 else first(x)).square().mean().backward()
         optimizer.step()
@@ -1219,7 +1219,7 @@ def rested(rank: int, size: int) -> dict[str, Any]:
         optimizer.zero_grad()
         ddp(x, both=step < 2).square().mean().backward()
         if step >= 2:
-            optimizer.param_groups[0]["lr"] /= 10
+            optimizer.param_groups[0]["lr"] /= 2
         optimizer.step()
         ends.append(update(hook, lane))
     result["part"] = ends
