@@ -4,7 +4,8 @@ A tensor is reshaped to a matrix, shape[0] x rest, a vector to one row. Each dim
 into pieces of its largest divisor <= chunk. c = orthonormal DCT-II of a chunk, separable in two
 dimensions; q = inverse DCT of the topk largest |c| (ties: lowest index). Coefficient j of the
 update is the mean over the workers that sent j, not over all workers; then follow the inverse DCT
-and the sign, with sign(0) = 0.
+and the sign, with sign(0) = 0. Tensors that stay dense, and steps in fp32, apply the sign of the
+mean gradient.
 
 Biased; ||x - q||^2 is the dropped energy (Parseval), at most 1 - topk / size of a chunk's energy.
 Memory: residual <- 0.999 residual + g - q. The source accumulates lr * g instead, so its residual

@@ -16,6 +16,7 @@ Wire: two all-reduces of float32, with r n (P) and r m (R) values per matrix; ot
 uncompressed in the first.
 Source: Ahn et al. 2025, arXiv:2504.05295; code: microsoft/dion, dion_simple.py. Orth-Dion: Nakamori
 et al. 2026, arXiv:2605.16341.
+A matrix whose mean momentum is 0 does not move and keeps its Q.
 Differs: the authors' distributed code transposes matrices with n < m, averages gradients where
 r (n + m) >= n m, and refuses tensors of more than two dimensions; here factors always travel. The
 authors give embeddings and the last layer (here: --dense-last) to Lion or AdamW.

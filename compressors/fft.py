@@ -14,14 +14,14 @@ change norms, and removing it can only reduce the error. A long normal x loses
 .4425. Spectra are better only if x is smooth along its index (test_fft.py::test_a_smooth_signal_*).
 The codes of N = 10 bits span 16 octaves with m = 5 and 8 with m = 6; quantization loses 4^-m / 24
 of the kept energy of normal input, if the octaves suffice (test_rounding_of_kept_bins).
-Range: by default each message has its range, so values below 1e37 never saturate. The paper
-estimates one range in the first iterations and keeps it: `--set low=-0.3 --set high=0.3`, in the
-unit of the gradient, for all segments and workers; `results/papers/fft_range.py` estimates it and
-measures its cost. To use it after ten steps with per-message ranges: low=0:null/10:-0.3, and high
-likewise. A value outside is clipped to the end of the range, and one below eps / 2 becomes 0:
-neither error exceeds the value. But a residual may grow beyond any range, so the method then does
-not claim to be contractive. The range is always sent, 4 bytes per segment, so that a payload with
-another range is refused.
+Range: by default each message has its range, so values do not saturate unless the spectrum exceeds
+float32's maximum. The paper estimates one range in the first iterations and keeps it: `--set
+low=-0.3 --set high=0.3`, in the unit of the gradient, for all segments and workers;
+`results/papers/fft_range.py` estimates it and measures its cost. To use it after ten steps with
+per-message ranges: low=0:null/10:-0.3, and high likewise. A value outside is clipped to the end of
+the range, and one below eps / 2 becomes 0: neither error exceeds the value. But a residual may grow
+beyond any range, so the method then does not claim to be contractive. The range is always sent, 4
+bytes per segment, so that a payload with another range is refused.
 Wire: a bitmap of B bits, 2K codes, one int32 per segment. At theta = .85: .5 + .15 * 10 = 2.0 bits
 per element, 16x; with `bitmap="real"`, one bit per real number as in the paper, 2.5 and 12.8x. The
 paper's 21.33x (1.5 bits, the nominal bits) omits the bitmap. Not portable: the last bits of a

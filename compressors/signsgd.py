@@ -2,6 +2,7 @@
 
 Worker i sends sign(g_i), the owner of a shard returns V = sign(sum_i sign(g_i)), and every worker
 applies x <- x - lr V. Each element moves by lr, so learning rates are those of Adam (1e-4 to 1e-3).
+Tensors that stay dense, and steps in fp32, apply the sign of the mean gradient.
 
 Biased, and magnitudes are lost, so not contractive. With unimodal symmetric noise of standard
 deviation sigma, the vote of M workers is wrong with probability at most sigma / (sqrt(M) |g|). With

@@ -32,6 +32,7 @@ after receiving.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -509,43 +510,39 @@ class Exchange:
             first = i
             if factor == 1 or not lane.memory.residuals:
                 continue
-            for rank, states in zip(self.world.ranks, self.workers, strict=True):
-                mine = states[number]
-                whole = {name: part[start:stop] for name, part in mine.items() if name != "owner"}
-                lane.memory.rescale(whole, factor)
-                if "owner" in mine:
-                    begin, end = lane.bounds(self.world.size)[rank : rank + 2]
-                    low, high = max(start, begin), min(stop, end)
-                    if low < high:
-                        mine["owner"][low - begin : high - begin].mul_(factor)
+            for worker in range(len(self.workers)):
+                views = self.views(number, worker, slice(start, stop))
+                owner = views.pop("owner", None)
+                lane.memory.rescale(views, factor)
+                if owner is not None:
+                    owner.mul_(factor)
 
     @contextmanager
     def _resting(self, number: int) -> Iterator[None]:
         """Set the residuals of parts that rest aside, and add them again after the exchange."""
-        saved = [
-            (i, part, self._residual_views(number, i, part))
-            for i in range(len(self.workers))
-            for part in self.resting[number]
-        ]
-        copies = [{name: view.clone() for name, view in views.items()} for *_, views in saved]
-        for *_, views in saved:
-            for view in views.values():
-                view.zero_()
+        parts, residuals = self.resting[number], {*self.lanes[number].memory.residuals, "owner"}
+        saved: list[tuple[int, slice, str, Tensor]] = []
+        for worker, part in itertools.product(range(len(self.workers)), parts):
+            for name, view in self.views(number, worker, part).items():
+                if name in residuals:
+                    saved.append((worker, part, name, view.clone()))
+                    view.zero_()
         try:
             yield
-        finally:
-            for (i, part, _), before in zip(saved, copies, strict=True):
-                views = self._residual_views(number, i, part)
-                for name, residual in before.items():
-                    views[name].add_(residual)
+        finally:  # an exchange may replace a buffer
+            for worker, part, name, residual in saved:
+                self.views(number, worker, part)[name].add_(residual)
 
-    def _residual_views(self, number: int, worker: int, part: slice) -> dict[str, Tensor]:
-        """Return views of the residuals of a part of a lane, with the owner's share of it."""
-        lane, mine = self.lanes[number], self.workers[worker][number]
-        views = {name: mine[name][part] for name in lane.memory.residuals if name in mine}
+    def views(self, number: int, worker: int, part: slice) -> dict[str, Tensor]:
+        """Return views of a local worker's buffers of a part of a lane, 1-D, by name.
+
+        "owner": the residual of the elements of the part that this worker owns, if there are any.
+        """
+        mine = self.workers[worker][number]
+        views = {name: buffer[part] for name, buffer in mine.items() if name != "owner"}
         if "owner" in mine:
             rank = self.world.ranks[worker]
-            begin, end = lane.bounds(self.world.size)[rank : rank + 2]
+            begin, end = self.lanes[number].bounds(self.world.size)[rank : rank + 2]
             low, high = max(part.start, begin), min(part.stop, end)
             if low < high:
                 views["owner"] = mine["owner"][low - begin : high - begin]

@@ -18,6 +18,8 @@ from gcbench.core.exchange import Exchange
 
 BYTES = 16
 """What a rank sends in one agreement: two integers."""
+COLUMNS = 1021
+"""Words per row of the matrix that `digest` sums: odd, in fact prime."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Common:
 def digest(x: Tensor) -> int:
     """Return a 63-bit digest of a 1-D tensor's bits and of their order.
 
-    It hashes sums along both axes of a matrix of 64-bit words, a few times as slow as one sum. A
-    sum alone is blind to permutations. Sums of words are blind to two changed signs, which is why
-    the matrix has an odd number of columns.
+    It hashes the sums of the rows and of the columns of a matrix of 64-bit words. One sum would be
+    blind to permutations, and each is blind to an even number of changed signs; with an odd number
+    of columns, regular patterns of signs change some row by an odd number.
     """
     per_word = 8 // x.element_size()
     if x.storage_offset() % per_word:
@@ -51,9 +53,6 @@ def digest(x: Tensor) -> int:
     sums = torch.cat([matrix.sum(1), matrix.sum(0), rest, tail.view(torch.int64)])
     hashed = hashlib.sha256(sums.cpu().numpy().data).digest()
     return int.from_bytes(hashed[:8], "big") >> 1
-
-
-COLUMNS = 1021
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -562,6 +562,7 @@ class Hook:
         loaded, self._loaded = self._loaded, None
         self._serialized(lambda: self._adopt(loaded))
         self._rates.returned()
+        self._due.clear()
         self._loads += 1
 
     def _outside(self, what: str) -> None:

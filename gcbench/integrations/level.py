@@ -102,6 +102,8 @@ class Level:
         switches = any(lane.rule.switches(step) for lane in self.exchange.lanes)
         if step and (switches or step in self.stages):
             self.exchange.change(self.lanes(step))
+        if any(lane.memory.residuals for lane in self.exchange.lanes):
+            rates.check_shared([name for names in self.names for name in names])
         current, self.scale = self.rates(rates), rates.scale or 1.0
         self.exchange.follow(current)
         by_name = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gcbench.core.exchange import Exchange, shard_bounds
+from gcbench.core.exchange import Exchange
 
 
 @dataclass(frozen=True)
@@ -97,20 +97,11 @@ def state_views(exchange: Exchange, plan: Plan, placed: Placed) -> dict[str, Ten
     The names are those of the memory's buffers; "owner" for the tensor's part of the residual of
     the shard that this worker owns, if any; "joint NAME" for a buffer that is equal on all workers.
     """
-    world, stretch = exchange.world, plan.stretch(placed.lane)
-    start = placed.start - stretch.start
-    stop = start + placed.numel
-    views = {}
-    for name, buffer in exchange.workers[0][placed.lane].items():
-        if name == "owner":
-            bounds, rank = shard_bounds(stretch.stop - stretch.start, world.size), world.ranks[0]
-            first, last = max(start, bounds[rank]), min(stop, bounds[rank + 1])
-            if first < last:
-                views[name] = buffer[first - bounds[rank] : last - bounds[rank]]
-        else:
-            views[name] = buffer[start:stop]
+    start = placed.start - plan.stretch(placed.lane).start
+    part = slice(start, start + placed.numel)
+    views = exchange.views(placed.lane, 0, part)
     for name in exchange.lanes[placed.lane].joint:
-        views[f"joint {name}"] = exchange.joint[placed.lane][name][start:stop]
+        views[f"joint {name}"] = exchange.joint[placed.lane][name][part]
     return views
 
 

@@ -266,14 +266,11 @@ class Rates:
 
         Steps with the rate 0 do not count: torch makes them to initialize an optimizer's state.
         """
-        moved = [rate for _, rate in self._moves(optimizer)]
-        if not moved:
-            return  # of another model
         if exchanges != self._last.get(optimizer, self._began):
             self._last[optimizer] = exchanges
             self._idle.pop(optimizer, None)
             return
-        if not any(moved):
+        if not any(rate for _, rate in self._moves(optimizer)):
             return
         count = self._idle[optimizer] = self._idle.get(optimizer, 0) + 1
         if count >= IDLE:
@@ -327,8 +324,7 @@ class Rates:
         `stepped`: look only in this optimizer; None: in all of them.
 
         Raises:
-            UsageError: a group lacks a rate, or has one that is negative or not finite; or
-                optimizers move the same parameter at different rates.
+            UsageError: a group lacks a rate, or has one that is negative or not finite.
         """
         if not self.optimizers:
             return [self.assigned] * len(names)
@@ -341,14 +337,24 @@ class Rates:
                         "hook.lr at each step instead of optimizer="
                     )
                 rate = checked_rate(group["lr"])
-                for name in (self._names.get(id(parameter)) for parameter in group["params"]):
-                    if rates.setdefault(name, rate) != rate and name is not None:
-                        raise UsageError(
-                            f"two optimizers move {name}, at the learning rates {rates[name]:g} "
-                            f"and {rate:g}, and its residual can follow only one. Set hook.lr at "
-                            "each step instead of optimizer=, or pass the one that moves it most"
-                        )
+                rates |= {self._names.get(id(parameter)): rate for parameter in group["params"]}
         return [rates.get(name) for name in names]
+
+    def check_shared(self, names: Sequence[str]) -> None:
+        """Check that optimizers that move the same parameter have the same rate for it.
+
+        Raises:
+            UsageError: they have not, and a residual can follow only one rate; or see `of`.
+        """
+        first: dict[str, float] = {}
+        for optimizer in self.optimizers if len(self.optimizers) > 1 else ():
+            for name, rate in zip(names, self.of(names, optimizer), strict=True):
+                if rate is not None and first.setdefault(name, rate) != rate:
+                    raise UsageError(
+                        f"two optimizers move {name}, at the learning rates {first[name]:g} and "
+                        f"{rate:g}, and its residual can follow only one. Set hook.lr at each step "
+                        "instead of optimizer=, or pass only the optimizer that moves it most"
+                    )
 
     @property
     def scale(self) -> float | None:

@@ -131,6 +131,7 @@ def notes(
     specs = {spec: method for spec, method in chosen.items() if spec != "none"}
     missing = [spec for spec in specs if measured.of(specs[spec], size / FLOAT) is None]
     refused = dict.fromkeys(str(row["refused"]) for row in table if row.get("refused"))
+    scaled = [spec for spec, method in specs.items() if traffic.depends_on_scale(method)]
     how = f"Not measured: {', '.join(missing)}. To measure them: {costs.how_to_measure(specs)}."
     return [
         f"Encode and decode were measured {measured.source}, for a gradient of {size_text(size)}B, "
@@ -142,6 +143,11 @@ def notes(
         *measured.warnings(chosen.values()),
         *([how] if missing else []),
         *(f"Refused: {reason}." for reason in refused),
+        *(
+            f"{spec}: its bytes depend on how large gradients are; these are for normal values of "
+            "variance 1, and smaller ones take fewer."
+            for spec in scaled
+        ),
     ]
 
 

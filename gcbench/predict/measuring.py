@@ -36,7 +36,7 @@ class Here(NamedTuple):
     """Changes to a cluster's settings: the link between torchrun's machines, or a note that it was
     not measured; else empty."""
     stored: str | None = None
-    """If nothing was measured now: how the stored measurement's machine differs (may be "")."""
+    """None: measured now. Else a stored measurement was read; text on its machine, `elsewhere`."""
 
 
 FITTED = frozenset({"inter", "inter.gbit", "inter.latency_us", "transport"})
@@ -101,8 +101,8 @@ def measure(
 def link(result: analysis.Analysis, cluster: Cluster) -> tuple[float, float]:
     """Return rate (Gbit/s) and latency (us) between nodes, from all-reduces of two sizes.
 
-    With them `cluster` predicts the two measured times; the latency is 0 if even that is too slow
-    for the smaller one.
+    With them `cluster` predicts the measured times. If the smaller all-reduce was faster than
+    predicted without any latency, the latency is 0.
 
     Raises:
         UsageError: no link gives these times.

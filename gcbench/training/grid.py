@@ -141,11 +141,11 @@ Fields = dict[str, Any]
 
 
 def without_effect(names: Iterable[str], configs: Sequence[Config]) -> list[str]:
-    """Return a sentence for each of these settings that is changed but used by no config.
+    """Return a sentence for each setting that has no effect.
 
-    So is a setting of which a run ends before it has an effect, also one that a method declares.
-
-    They are allowed: the command that repeats a run gives all settings that differ from defaults.
+    These are the settings in `names` that are changed and that no config uses, and all settings,
+    also those that a method declares, that begin after a run's last step. They are allowed: the
+    command that repeats a run gives all settings that differ from defaults.
     """
     sentences = []
     for key in sorted(READERS.keys() & set(names)):

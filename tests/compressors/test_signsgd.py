@@ -47,6 +47,8 @@ def test_dense_tensors_move_as_the_others(simulated, clock, name, fields, signs)
     exact = torch.stack([x[64:] for x in gradients]).mean(0)
     assert (mean[:64].abs() == 1).all() == signs
     torch.testing.assert_close(mean[64:], exact.sign() if signs else exact)
+    shards = created.lane_shards(1, [x[64:] for x in gradients], 1)  # as with FSDP
+    torch.testing.assert_close(torch.cat(shards), exact.sign() if signs else exact)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

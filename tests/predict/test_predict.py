@@ -1150,6 +1150,10 @@ def test_sizes_that_depend_on_the_gradients_are_not_predicted(tmp_path) -> None:
     assert {row["method"] for row in table["rows"]} >= {"lossless", "qsgd:coding=omega-dense"}
     assert "threshold" not in {row["method"] for row in table["rows"]}
     assert any(note.startswith("Refused: threshold: ") for note in table["notes"])
+    table = invoke("predict", "--links", *where[:-2], "--compressor", specs).json["tables"][0]
+    assert [n.partition(":")[0] for n in table["notes"] if "how large gradients are" in n] == [
+        "threshold"
+    ]
 
 
 def test_a_module_in_half_precision_is_refused(tmp_path, monkeypatch) -> None:
