@@ -161,7 +161,7 @@ def run(
                 f"--network {network} and --task-set network=...: both set the task's network; "
                 "leave one of them out"
             )
-        options["task_options"]["network"] = grid.value(network)
+        options["task_options"]["network"] = grid.flag("network", network)
     for key, value in settings.items():
         if key not in SET_FLAGS:
             options[key] = grid.flag(key, value) if isinstance(value, str) else value

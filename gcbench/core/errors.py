@@ -41,9 +41,13 @@ class PayloadError(GcbenchError, ValueError):
 
 
 def unknown(kind: str, name: str, choices: Iterable[str], hint: str = "") -> UsageError:
-    """Return the error for an unknown `name`; it lists the closest choice, then all choices."""
+    """Return the error for an unknown `name`; it lists the closest choice, then all choices.
+
+    Without any choice it says that there are none.
+    """
     names = sorted(choices)
     close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     nearest = f" Did you mean {close[0]!r}?" if close else ""
     tail = f" {hint}" if hint else ""
-    return UsageError(f"unknown {kind} {name!r}.{nearest} Known: {', '.join(names)}.{tail}")
+    listing = f"Known: {', '.join(names)}." if names else "There are none: leave it out."
+    return UsageError(f"unknown {kind} {name!r}.{nearest} {listing}{tail}")

@@ -59,19 +59,29 @@ def _builtin(package: str, base: type, name: str) -> type[Any]:
 
 def _only(module: ModuleType, base: type, file: str) -> type[Any]:
     """Return the only subclass of `base` that a module defines; GcbenchError if it is not one."""
-    classes = [
+    subclasses: list[type[Any]] = [
         value
         for value in dict.fromkeys(filter(inspect.isclass, vars(module).values()))
-        if issubclass(value, base)
-        and value.__module__ == module.__name__
-        and not inspect.isabstract(value)
+        if issubclass(value, base) and value.__module__ == module.__name__
     ]
-    if len(classes) != 1:
-        raise GcbenchError(
-            f"{file} defines {len(classes)} {base.__name__} classes: expected exactly one (start "
-            "the name of a file that defines none with an underscore)"
+    classes = [cls for cls in subclasses if not inspect.isabstract(cls)]
+    if len(classes) == 1:
+        return classes[0]
+    kind = f"{base.__name__} class"
+    if classes:
+        names = ", ".join(cls.__name__ for cls in classes)
+        raise GcbenchError(f"{file} defines {names}: expected one {kind}; move the others")
+    if subclasses:
+        lacks = "; ".join(
+            f"{cls.__name__} lacks {', '.join(sorted(cls.__abstractmethods__))}"
+            for cls in subclasses
         )
-    return classes[0]
+        raise GcbenchError(f"{file} defines no complete {kind}: {lacks}. Add what is missing")
+    helper = "; start the name of a helper file with an underscore"
+    raise GcbenchError(
+        f"{file} defines no {kind}, and imported classes do not count: define one, such as "
+        f"class Mine({base.__name__}){helper if executed(module) is None else ''}"
+    )
 
 
 def _third_party(point: EntryPoint, base: type) -> type[Any]:

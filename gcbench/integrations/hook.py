@@ -85,9 +85,10 @@ class HookSettings(Scheme):
                     "SGD without momentum"
                 )
         elif momentum and self.momentum is not None:
+            others = '"residual" or "none"' if self.compressor.claims.contractive else '"none"'
             return (
                 f"{kind} and the memory {self.momentum!r} would both apply momentum. Use an "
-                'optimizer without momentum, or memory="residual" or "none"'
+                f"optimizer without momentum, or memory={others}"
             )
         return ""
 
@@ -592,12 +593,27 @@ class Hook:
         return RankState({key_of(rank, self._size): sealed.seal(whole)})
 
     def _keep(self, state: Mapping[str, Any]) -> None:
-        """Hold a state for `register`; its rate applies from now on, unless one was set."""
+        """Hold a state for `register`; its rate applies from now on, unless one was set.
+
+        A hook has an empty state until it is registered or has loaded another one.
+        """
         self._loaded = None
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"state {state!r:.40}: expected a dict, as {type(self).__name__}.state_dict "
                 "returns it"
+            )
+        if not state and self._registered:
+            raise UsageError(
+                f"an empty state for a registered hook at step {self.step}: expected "
+                f"{key_of(0, self._size)!r} or another rank's entry, as {type(self).__name__}"
+                ".state_dict returns it. To forget the residuals, register a new hook"
+            )
+        if not state:
+            warnings.warn(
+                "the loaded state is empty, as that of a hook before register: training starts "
+                "with empty residuals",
+                stacklevel=3,
             )
         for name, entry in state.items():
             version = sealed.entry(entry, "format") if isinstance(entry, Mapping) else None

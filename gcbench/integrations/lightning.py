@@ -94,7 +94,8 @@ class Compression(Callback):  # type: ignore[misc]
             frameworks.warn_missing(trainer.ckpt_path)
         elif trainer.ckpt_path is None:
             self._states = self._last(pl_module)
-        hook.load_state_dict(self._states)
+        if self._states:
+            hook.load_state_dict(self._states)
         hook.register(model)
         self._hook, self._module, self._states = hook, ref(pl_module), {}
         self._metrics, self._step = frameworks.Metrics(hook), hook.step

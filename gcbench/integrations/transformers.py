@@ -75,7 +75,8 @@ class Compression(TrainerCallback):  # type: ignore[misc]
                 *(self._compressor, self._options),
                 *(trainer.optimizer, trainer.accelerator.scaler),
             )
-            self._hook.load_state_dict(state_dict or {})
+            if state_dict is not None:
+                self._hook.load_state_dict(state_dict)
             self._hook.register(model)
             self._model = model
         elif state_dict is not None:  # a second `train` of the same model

@@ -19,6 +19,7 @@ MARKS = {
     "†": "no common seeds: the difference of the means",
     "‡": "the uncompressed runs have other hyper-parameters",
     "§": "another number of steps than published",
+    "no curve": "rows without evaluations; name the runs' folders or a .parquet file",
 }
 """What the marks in cells mean."""
 FIRST = ("to ", "published", "ours -", "rank", "bits up", "payload", "ratio up", "n")

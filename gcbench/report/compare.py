@@ -22,7 +22,7 @@ from gcbench.core.schema import PHASES
 from gcbench.core.values import canonical, finite, text
 from gcbench.report.rendering import LINES, MB, plain_values, sentence
 from gcbench.results import declared, update_rule
-from gcbench.results.reader import Run, fields, sources
+from gcbench.results.reader import Run, fields, fields_of, sources
 from gcbench.results.schema import Modelled, Summary
 from gcbench.results.settings import (
     BARE,
@@ -322,8 +322,7 @@ class Label(NamedTuple):
         """Return whether a run is of the method and has the settings."""
         if run.summary.compressor_name != self.method:
             return False
-        settings = settings_of(run)
-        return all(text(settings.get(key)) == value for key, value in self.settings.items())
+        return all(value_of(run, key) == value for key, value in self.settings.items())
 
 
 def _labels(
@@ -374,8 +373,7 @@ def _labels(
             ]
             if "collective" in several:
                 words.append(run.summary.collective)
-            if "memory" not in in_label:
-                words += _memory_words(config, method, several)
+            words += _memory_words(config, method, several, in_label)
             if config.get("dense_last"):
                 words.append("dense-last")
             if config.get("dense_below"):
@@ -435,19 +433,29 @@ _IN_WORDS = frozenset(
 
 
 def _memory_words(
-    config: Mapping[str, Any], method: declared.Declared | None, several: frozenset[str]
+    config: Mapping[str, Any],
+    method: declared.Declared | None,
+    several: frozenset[str],
+    in_label: Mapping[str, str],
 ) -> list[str]:
     """Return the memory of a row and its fields, if they differ from the method's declaration.
 
-    They are also shown if they differ among the rows of the method.
+    They are also shown if they differ among the rows of the method. A label of the user that names
+    the memory, with the settings `in_label`, has only those fields.
     """
     memory, options = config.get("memory"), config.get("memory_options") or {}
     words = []
-    if "memory" in several or (method is not None and memory != method.memory):
+    if "memory" in in_label:
+        method = None
+    elif "memory" in several or (method is not None and memory != method.memory):
         words.append(f"memory={memory}")
     usual = {} if method is None or memory != method.memory else method.memory_options
     if "memory_options" in several or (method is not None and {**usual, **options} != usual):
-        words += [f"{name}={text(value)}" for name, value in options.items()]
+        words += [
+            f"{name}={text(value)}"
+            for name, value in options.items()
+            if text(value) not in (in_label.get(name), in_label.get(f"memory.{name}"))
+        ]
     return words
 
 
@@ -763,19 +771,24 @@ def render(rows: Sequence[ComparisonRow], asked: Asked, title: str = "") -> str:
 def settings_of(run: Run) -> dict[str, Any]:
     """Return the settings for conditions: config, and the fields of method, task and memory.
 
-    A field with the name of another setting is under its part's name too, such as `memory.decay`.
+    A field with the name of another setting, or of a field of an earlier part, is under its part's
+    name instead, such as `memory.decay`.
     """
-    nested = {"compressor": "options", "task": "task_options", "memory": "memory_options"}
-    config = {key: value for key, value in run.config.items() if key not in nested.values()}
+    nested = ("options", "task_options", "memory_options")
+    config = {key: value for key, value in run.config.items() if key not in nested}
     config |= {"compressor": run.summary.compressor_name, "seed": run.summary.seed}
     settings: dict[str, Any] = {}
-    for part, name in nested.items():
-        options = run.config.get(name) or {}
-        if part == "compressor":
-            options = {**options, **fields(run.summary)}
-        shadowed = {key for key in options if key in config or key in settings}
-        settings |= options | {f"{part}.{key}": options[key] for key in shadowed}
+    for part in ("compressor", "task", "memory"):
+        options = fields(run.summary) if part == "compressor" else fields_of(part, run.summary)
+        taken = config.keys() | settings.keys()
+        settings |= {f"{part}.{k}" if k in taken else k: value for k, value in options.items()}
     return settings | config
+
+
+def value_of(run: Run, key: str) -> str:
+    """Return the value of a setting as text; "-" for a run whose parts have no such field."""
+    settings = settings_of(run)
+    return text(settings[key]) if key in settings else "-"
 
 
 def plugin_name(key: str, value: str) -> str:
@@ -799,7 +812,7 @@ def check(runs: Sequence[Run], conditions: Mapping[str, Sequence[str]]) -> None:
     firsts = list({run.method: run for run in runs}.values())
     for key, values in conditions.items():
         _check_setting(key, firsts)
-        present = {text(settings_of(run).get(key)) for run in (runs if key == "seed" else firsts)}
+        present = {value_of(run, key) for run in (runs if key == "seed" else firsts)}
         if missing := [value for value in values if plugin_name(key, value) not in present]:
             others = {name for run in firsts for name in settings_of(run)} - {key}
             alike = sorted(name for name in others if name.endswith(f".{key}"))
@@ -818,7 +831,7 @@ def where(
     """
 
     def meets(run: Run, key: str) -> bool:
-        return text(settings_of(run).get(key)) in conditions[key]
+        return value_of(run, key) in conditions[key]
 
     conditions = {
         key: [plugin_name(key, value) for value in values] for key, values in conditions.items()
@@ -846,9 +859,7 @@ def by(rows: Sequence[ComparisonRow], key: str) -> dict[str, list[ComparisonRow]
     if not tiers:
         _check_setting(key, [row.runs[0] for row in rows])
     for row in rows:
-        value = (
-            (row.tier or "outside the tiers") if tiers else text(settings_of(row.runs[0]).get(key))
-        )
+        value = (row.tier or "outside the tiers") if tiers else value_of(row.runs[0], key)
         groups.setdefault(value, []).append(row)
     if tiers:
         most = {name: max(row.bits_up or 0.0 for row in group) for name, group in groups.items()}

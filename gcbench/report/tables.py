@@ -350,12 +350,13 @@ def _withheld(rows: Sequence[ComparisonRow]) -> str:
 def differing(columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
     """Return the columns in which rows differ, and the others as "heading value".
 
-    Columns of "-" alone are dropped; those of `ALWAYS` are always among the first.
+    Columns of "-" alone are dropped; those of `ALWAYS`, and how many seeds met a target, are always
+    among the first.
     """
     shown, equal = [], []
     for column in columns:
         several = len(column.cells) < 2 or len(set(column.cells)) > 1
-        if several or column.heading in ALWAYS:
+        if several or column.heading in ALWAYS or column.heading.startswith("to "):
             shown.append(column)
         elif column.cells[0] not in ("-", ""):
             equal.append(" ".join([*column.heading.split(), column.cells[0]]))

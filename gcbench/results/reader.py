@@ -205,15 +205,23 @@ def fields(summary: Summary) -> dict[str, Any]:
     The repr is of the last step: fields that changed by step are shown as their schedule.
     """
     options = dict(summary.config.get("options") or {})
+    return options | _arguments(summary.compressor) | schedules(summary)
+
+
+def fields_of(part: str, summary: Summary) -> dict[str, Any]:
+    """Return the fields of a run's "task" or "memory": as recorded, or else those in the config."""
+    objects = summary.provenance.get("objects") or {}
+    return {**(summary.config.get(f"{part}_options") or {}), **_arguments(str(objects.get(part)))}
+
+
+def _arguments(call: str) -> dict[str, Any]:
+    """Return the keyword arguments of a stored call; none if it cannot be read."""
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        if _PLAIN_CALL.fullmatch(summary.compressor):
-            pairs = _ARGUMENT.findall(summary.compressor)
-            options |= {name: _literal(value) for name, value in pairs}
-        elif isinstance(call := ast.parse(summary.compressor, mode="eval").body, ast.Call):
-            options |= {
-                word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg
-            }
-    return options | schedules(summary)
+        if _PLAIN_CALL.fullmatch(call):
+            return {name: _literal(value) for name, value in _ARGUMENT.findall(call)}
+        if isinstance(parsed := ast.parse(call, mode="eval").body, ast.Call):
+            return {word.arg: ast.literal_eval(word.value) for word in parsed.keywords if word.arg}
+    return {}
 
 
 _LITERAL = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|None|True|False|'[^'\\]*'"

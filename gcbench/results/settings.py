@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # strict: neither true nor "8"
 NotNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -55,6 +55,12 @@ def setting(
         "flag": flag,
     }
     return Field(default, description=help, json_schema_extra=extra)
+
+
+def _by_rank(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("expected RANK:FACTOR, e.g. 2:1.5, or several, 2:1.5/3:2")  # noqa: TRY004
+    return value
 
 
 class Settings(BaseModel):
@@ -270,7 +276,10 @@ class Settings(BaseModel):
         PLACE,
         "place",
     )
-    straggler: dict[Annotated[int, Field(ge=0)], Annotated[Finite, Field(ge=1)]] = setting(
+    straggler: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[Finite, Field(ge=1)]],
+        BeforeValidator(_by_rank),
+    ] = setting(
         {},
         "RANK:FACTOR, e.g. 2:1.5: this worker takes FACTOR times as long for its gradients.",
         PLACE,

@@ -152,11 +152,13 @@ class Config(Settings):
             )
         if self.attack != DEFAULTS["attack"] and not self.adversaries:
             raise ValueError(f"attack={self.attack} without adversaries; add --adversaries N")
-        if self.straggler and (max(self.straggler) >= self.workers or self.gradients == "batched"):
+        if self.straggler and max(self.straggler) >= self.workers:
             raise ValueError(
-                f"straggler={self.straggler}: expected ranks below {self.workers}, and "
-                "gradients=loop"
+                f"straggler={self.straggler} of {self.workers} workers: expected ranks below "
+                f"{self.workers}"
             )
+        if self.straggler and self.gradients == "batched":
+            raise ValueError("straggler with gradients=batched: expected gradients=loop")
         if not (self.test or self.holdout):
             raise ValueError("test=false disables all evaluation; add --holdout N")
         if self.local_steps:

@@ -27,9 +27,12 @@ NESTED = {"options": "compressor", "task_options": "task", "memory_options": "me
 
 
 def _scalar(text: str) -> Any:
-    """Return the scalar that YAML reads in a text; the text itself if it is not YAML."""
+    """Return the scalar that YAML reads in a text; the text itself if it is not YAML.
+
+    A last colon, which makes a mapping in YAML, belongs to the text.
+    """
     try:
-        return settings_file.parse(text)
+        return text if text.endswith(":") else settings_file.parse(text)
     except ValueError:
         return text
 
@@ -58,11 +61,19 @@ def value(text: str) -> Any:
     return _scalar(text)
 
 
+def _filled(name: str, text: str) -> str:
+    """Return the text of a flag; UsageError if it, or an item of its list, is empty."""
+    if not all(part.strip() for part in text.split(",")):
+        remedy = "remove the extra comma" if "," in text else "leave it out"
+        raise UsageError(f"{name} {text!r}: a value is empty; fill it, or {remedy}")
+    return text
+
+
 def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
     """Return the settings in items such as clip=2.0, by name; `flag` is for errors.
 
     Raises:
-        UsageError: an item has no =, or a name occurs twice.
+        UsageError: an item has no =, a value is empty, or a name occurs twice.
     """
     result: dict[str, Any] = {}
     for item in items or ():
@@ -71,7 +82,7 @@ def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
             raise UsageError(f"{flag} {item!r}: expected NAME=VALUE, such as {flag} clip=2.0")
         if name in result:
             raise UsageError(f"{flag} {name} occurs twice; for a grid write {name}=1,2")
-        result[name] = value(text)
+        result[name] = value(_filled(f"{flag} {name}", text))
     return result
 
 
@@ -79,8 +90,11 @@ def flag(key: str, text: str) -> Any:
     """Return the value of a setting's flag; commas separate alternatives, also of sequences.
 
     In a YAML file the list of a sequence is one alternative.
+
+    Raises:
+        UsageError: an alternative is empty.
     """
-    result = value(text)
+    result = value(_filled("--" + key.replace("_", "-"), text))
     if key in SEQUENCES and isinstance(result, list):
         return [each if isinstance(each, tuple) else (each,) for each in result]
     return result
@@ -238,9 +252,10 @@ def _methods(settings: Fields, options: Fields) -> dict[str, tuple[str, Fields]]
     """
     if "compressor" not in settings:
         return {}
-    specs = settings["compressor"] = [
-        str(one) for one in choices("compressor", settings["compressor"])
-    ]
+    chosen = choices("compressor", settings["compressor"])
+    if None in chosen:
+        raise UsageError("compressor null: expected a name; `gcbench list compressors` lists them")
+    specs = settings["compressor"] = list(map(str, chosen))
     methods = {spec: method(spec) for spec in specs}
     for spec, (_, fields) in methods.items():
         if twice := sorted(fields.keys() & options.keys()):

@@ -48,8 +48,8 @@ def check_objects(
     for key, then in run.get("config", {}).items():
         if (now := current.get(key)) != then:
             raise GcbenchError(
-                f"another version of gcbench made {folder} with {key}={text(then)}; the same "
-                f"command now means {key}={text(now)}. {remedy}"
+                f"{folder} was made with {key}={text(then)}; the same command now means "
+                f"{key}={text(now)}. {remedy}"
             )
     provenance = run.get("provenance") or {}
     there = provenance.get("objects") or {}
@@ -58,8 +58,7 @@ def check_objects(
         if then != now:
             old, new = (" / ".join(v) if isinstance(v, list) else v for v in (then, now))
             raise GcbenchError(
-                f"another version of gcbench made {folder} with {old}; the same command now means "
-                f"{new}. {remedy}"
+                f"{folder} was made with {old}; the same command now means {new}. {remedy}"
             )
     before = provenance.get("plugins") or {}
     for kind, present in configuration.plugins(config).items():

@@ -823,7 +823,7 @@ def test_files_that_are_no_compressor(mine, tmp_path):
         (tmp_path / "gone.py", 2, "no such file"),
         (taken, 2, "the name 'topk' is taken by built-in; rename the file"),
         (strange, 2, "letters, digits, _ and -"),
-        (two, 1, "defines 2 Compressor classes"),
+        (two, 1, "defines Halves, Others"),
         (renamed, 1, "its class Halves sets name = 'int8'"),
         (broken, 1, "cannot be loaded: ZeroDivisionError"),
     ]:

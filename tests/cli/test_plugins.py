@@ -93,6 +93,31 @@ def test_two_files_of_one_name_are_two_methods_in_one_process(tmp_path: Path, fo
     assert dtype(other, "bfloat16") == "torch.bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        (
+            "from gcbench.core.compressor import Compressor\n\nclass Mine(Compressor): pass",
+            "decode",
+        ),
+        ("from gcbench.compressors.topk import TopK", "class Mine(Compressor)"),
+        (
+            "from gcbench.compressors.topk import *\nclass A(TopK): pass\nclass B(TopK): pass",
+            "A, B",
+        ),
+    ],
+    ids=["incomplete", "imported", "two"],
+)
+def test_a_file_without_one_whole_method_is_refused_with_what_it_has(
+    tmp_path: Path, forget, source: str, named: str
+) -> None:
+    """A method that lacks `decode` counted as none at all."""
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    done = invoke("verify", path)
+    assert (done.code, named in done.err, " 0 " in done.err) == (1, True, False), done.err
+
+
 def test_two_names_of_a_class_in_a_file_are_one_method(tmp_path: Path, forget) -> None:
     path = method(tmp_path)
     path.write_text(path.read_text() + "\n\nHalves = Mine\n")

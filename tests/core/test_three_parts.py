@@ -141,7 +141,7 @@ def test_a_memory_cannot_have_the_name_of_the_default(mine, forget):
 def test_a_file_without_a_memory_is_refused_as_one(tmp_path, forget):
     (tmp_path / "halves.py").write_text(shown("Halves"))
     name = registry.add_file(str(tmp_path / "halves.py"), "memory")
-    with pytest.raises(GcbenchError, match="0 Memory classes"):
+    with pytest.raises(GcbenchError, match="no Memory class"):
         registry.memory_class(name)
     with pytest.raises(UsageError, match=r"nowhere\.py: no such file"):
         registry.add_file("./nowhere.py", "memory")

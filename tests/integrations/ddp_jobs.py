@@ -760,7 +760,8 @@ def corrected(rank: int, size: int) -> dict[str, Any]:
             wrong.requires_grad_(False)
         result[f"{name}, refused"] = refused(partial(hook.register, wrong, **words))
         if name == "state":
-            hook.load_state_dict({})
+            with warnings.catch_warnings(action="ignore"):
+                hook.load_state_dict({})
         ddp = wrapped(model())
         optimizer = sgd(ddp)
         words["optimizer"] = optimizer
@@ -1727,6 +1728,7 @@ def states(rank: int, size: int) -> dict[str, Any]:
         "flipped": unsealed,
         "header": {key: {**entry, "lr": 3.0}},
         "text": {key: "state"},
+        "empty": {},
     }.items():
         result["refused"][name] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
     result["unchanged"] = times(residuals(hook), before, 1.0) and hook.step == 4

@@ -1036,6 +1036,7 @@ def silent(rank: int, size: int) -> dict[str, Any]:
         "dtype": bad(level={"tensors": {**tensors, name: tensors[name].to(torch.int8)}}),
         "step": bad(step=-5),
         "missing": bad(levels=[]),
+        "empty": {},
     }.items():
         result[f"state, {case}"] = refused(lambda wrong=wrong: hook.load_state_dict(wrong))
     result["unchanged"] = same(before, carried(hook))

@@ -147,6 +147,15 @@ def test_an_assigned_rate_takes_precedence_over_that_of_a_state(make):
         assert hook.lr == 0.25
 
 
+@pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
+def test_an_empty_state_before_register_starts_afresh_with_a_warning(make):
+    """It is what such a hook's `state_dict` returns; from a checkpoint it loses the residuals."""
+    hook = make("onebit")
+    with pytest.warns(UserWarning, match="empty"):
+        hook.load_state_dict(make("onebit").state_dict())
+    assert hook.state_dict() == {}
+
+
 # ---- traps ---------------------------------------------------------------------------------------
 
 
@@ -495,6 +504,17 @@ def test_a_momentum_by_another_name_is_refused():
         gcbench.comm_hook("topk", memory="dgc", optimizer=optimizer)
 
 
+@pytest.mark.parametrize("method", ["signsgd", "topk"])
+def test_a_repeated_momentum_names_memories_that_the_method_accepts(method):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], momentum=0.9)
+    with pytest.raises(UsageError) as caught:
+        gcbench.comm_hook(method, memory="momentum", optimizer=optimizer)
+    named = re.findall('"([a-z0-9]+)"', str(caught.value))
+    assert "none" in named
+    for name in named:
+        gcbench.comm_hook(method, memory=name, optimizer=optimizer)
+
+
 @pytest.mark.parametrize(
     ("method", "memory", "optimizer", "message"),
     [
@@ -667,6 +687,7 @@ BAD = {
     "flipped": "digest",
     "header": "digest",
     "text": "format None",
+    "empty": "rank 0 of [23]",
 }
 
 

@@ -338,7 +338,10 @@ def test_rates_come_from_the_optimizer_and_must_agree():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("shape", r"shape \(1,\)"), ("dtype", "int8"), ("step", "=-5"), ("missing", "levels")],
+    [
+        *(("shape", r"shape \(1,\)"), ("dtype", "int8"), ("step", "=-5"), ("missing", "levels")),
+        ("empty", "rank 0 of 2"),
+    ],
 )
 def test_an_invalid_state_is_refused_with_the_invalid_value(name, message):
     for result in of("silent"):

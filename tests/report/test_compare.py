@@ -22,7 +22,7 @@ from commands import ROOT, invoke
 import gcbench
 from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.report import figures, run_plots
-from gcbench.report.compare import level, rows
+from gcbench.report.compare import level, rows, settings_of
 from gcbench.report.rendering import Column, fitted
 from gcbench.report.tables import largest_budget, render
 from gcbench.results import rows as stored
@@ -1153,6 +1153,33 @@ def test_a_plug_in_is_selected_and_labelled_by_its_file(tmp_path: Path) -> None:
     assert row["method"] == "it"
 
 
+def recording(memory: str, name: str = "topk", **over: Any) -> Any:
+    """Return a summary whose run recorded its memory, a call with every field."""
+    run = summary(name, 0, 0.5, **over)
+    run["config"] |= {"memory": memory.partition("(")[0].lower(), "memory_options": {}}
+    run["provenance"]["objects"] = {"memory": memory}
+    return run
+
+
+def test_a_field_that_no_flag_gave_is_grouped_by_its_recorded_value(tmp_path: Path) -> None:
+    half = recording("Residual(decay=0.5, at_owner=True)")
+    half["config"]["memory_options"] = {"decay": 0.5}
+    runs = [half, recording("Residual(decay=1.0, at_owner=True)"), recording("NoMemory()", "none")]
+    folder = write(tmp_path, *runs)
+    text = invoke("compare", folder, "--by", "memory.decay").out
+    titles = [line.partition("=")[2] for line in text.splitlines() if line.startswith("memory.")]
+    assert sorted(titles) == ["-", "0.5", "1"]
+    (row,) = invoke("compare", folder, "--where", "memory.decay=1", "--json").json
+    assert row["method"] == "topk"
+
+
+def test_a_field_of_the_method_keeps_its_name_beside_one_of_its_memory(tmp_path: Path) -> None:
+    run = recording("Dgc(momentum=0.9, clip=0.0)", "terngrad", options={"clip": 2.5})
+    (one,) = load([write(tmp_path, run)])
+    settings = settings_of(one)
+    assert (settings["clip"], settings["memory.clip"]) == (2.5, 0.0)
+
+
 def test_a_list_is_one_value_of_a_condition(tmp_path: Path) -> None:
     runs = [summary("none", seed, 0.5) for seed in range(3)]
     for run, betas in zip(runs, ([0.9, 0.95], [0.9, 0.99], [0.8, 0.99]), strict=True):
@@ -1275,6 +1302,36 @@ def test_rows_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
         done = invoke("compare", folder, "--label", wrong)
         assert done.code == 2
         assert wrong in done.err
+
+
+def test_a_label_with_a_memory_leaves_the_memorys_fields(tmp_path: Path) -> None:
+    """Rows that differ in them alone had one label, so both got a long one without any memory."""
+    half, most = summary("topk", 0, 0.5), summary("topk", 1, 0.5)
+    for run, decay in ((half, 0.5), (most, 0.9)):
+        run["config"] |= {"memory": "residual", "memory_options": {"decay": decay}}
+    folder = write(tmp_path, half, most)
+
+    def labels(label: str) -> set[str]:
+        return {row["method"] for row in invoke("compare", folder, "--label", label, "--json").json}
+
+    assert labels("ef=topk:memory=residual") == {"ef decay=0.5", "ef decay=0.9"}
+    assert "ef" in labels("ef=topk:memory=residual:memory.decay=0.5")
+
+
+def test_a_target_without_effect_is_visible(tmp_path: Path) -> None:
+    """Columns in which all rows are equal are left out: nobody met the target, or all did."""
+    runs = [summary("none", 0, 0.9), summary("x", 0, 0.9)]
+    folder = write(tmp_path / "runs", *runs)
+    (tmp_path / "rows.json").write_text(json.dumps(runs))
+    for place, target, cell in (
+        (folder, "0.99", "0 of 1"),
+        (folder, "0.1", "1 of 1"),
+        (tmp_path / "rows.json", "0.5", "no curve"),
+    ):
+        for format in ("table", "markdown", "latex"):
+            text = invoke("compare", place, "--target", target, "--format", format).out
+            of_rows = [line for line in text.splitlines() if re.match(r"\W*(none|x) ", line)]
+            assert [cell in line for line in of_rows[:2]] == [True, True], text
 
 
 # ---- narrow terminals ----------------------------------------------------------------------------

@@ -324,7 +324,14 @@ BAD = {
     "--batch -64": "batch=-64",
     "--steps 0": "steps=0",
     "--seed -1": "seed=-1",
-    "--seed 0,,1": "seed=None",
+    "--seed 0,,1": "--seed '0,,1'",
+    "--compressor none,": "--compressor 'none,'",
+    "--compressor null": "compressor null",
+    "--compressor topk:": "topk: ''",
+    "--memory none,": "--memory 'none,'",
+    "--memory ''": "--memory ''",
+    "--set clip=1,": "--set clip '1,'",
+    "--straggler 1": "straggler=1: expected RANK:FACTOR",
     "--lr nan": "lr='nan': input should be a valid number",
     "--lr .inf": "lr=inf: input should be a finite number",
     "--lr 0": "lr=0: input should be greater than 0",
@@ -430,6 +437,7 @@ def test_bad_settings_are_refused_in_one_line(flags):
         parse(f"gcbench run {flags}")
     assert BAD[flags] in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "Known: ." not in str(caught.value), "a list of choices has some"
 
 
 @pytest.mark.parametrize(

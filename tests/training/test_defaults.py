@@ -94,6 +94,24 @@ def test_a_run_of_another_default_setting_is_not_reused(tmp_path):
     assert "ema=0" in done.err.split("now means")[1]
 
 
+def test_an_edited_file_is_not_called_another_version_of_gcbench(tmp_path, forget):
+    """A default of the user's method was edited; gcbench is the same."""
+    path = tmp_path / "edited.py"
+    source = (
+        "from dataclasses import dataclass\n"
+        "from gcbench.compressors.topk import TopK\n\n\n"
+        "@dataclass(frozen=True)\nclass Edited(TopK):\n    extra: float = 1.0\n"
+    )
+    path.write_text(source)
+    run(tmp_path / "runs", "--compressor", path)
+    path.write_text(source.replace("1.0", "2.5"))
+    done = run(tmp_path / "runs", "--compressor", path)
+    assert done.code == 1
+    then, now = done.err.split("now means")
+    assert ("extra=1.0" in then, "extra=2.5" in now) == (True, True)
+    assert "gcbench" not in then.removeprefix("gcbench: ")
+
+
 def test_an_interrupted_run_does_not_go_on_with_other_defaults(tmp_path, monkeypatch):
     from gcbench.training.train import Trainer
 

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from commands import end, invoke, members, start, wait_for
+from commands import end, gcbench, invoke, members, start, wait_for
 
 from gcbench.core.errors import Interrupted
 from gcbench.training import launch
@@ -61,3 +61,24 @@ def test_ctrl_c_while_processes_still_import(tmp_path):
     assert done == (130, "", message + "gcbench: stopped by the user\n")
     assert time.monotonic() - asked < 25
     wait_for(lambda: not members(process.pid))
+
+
+INTERRUPTING = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy._core.numeric" and "torch" in sys.modules:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+"""A `sitecustomize` that interrupts its process when torch imports numpy."""
+
+
+def test_ctrl_c_while_torch_imports_numpy_ends_the_command(tmp_path):
+    """An exception raised there would be lost: torch goes on without numpy."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
+    done = gcbench("info", path=str(tmp_path))
+    assert done == (130, "", "gcbench: interrupted\n")
