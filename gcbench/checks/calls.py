@@ -7,7 +7,7 @@ module alone. `Calls` also records, per function, the largest inputs it was give
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class Calls:
         """Exponents of the smallest and largest scale of the current input."""
         self.workers, self.lr = 1, 1.0
         """World size and learning rate of the current exchange."""
+        self.doubts = 0
+        """Inputs on which the errors of a single draw proved to be chance."""
         self.key = Key(0, 0, 0)
         """The key of rank 0 in the current exchange, which the last call of `encode` sets."""
 
@@ -178,6 +180,22 @@ class Calls:
         """
         shared = self.shared([x], segments, key)
         return self.decode(self.encode(x, segments, shared, key), segments, shared), shared
+
+    def redraws(
+        self, x: Tensor, segments: Segments, shared: Tensor, key: Key
+    ) -> Callable[[int], Tensor]:
+        """Return a function of a number that decodes x, encoded with the draws of that number.
+
+        They are those of another seed, so that a fault at a step or rank remains.
+        """
+
+        def again(number: int) -> Tensor:
+            other = key._replace(seed=key.seed ^ number)
+            drawn = self.draws_shared(segments, other)
+            common = self.shared([x], segments, other) if drawn else shared
+            return self.decode(self.encode(x, segments, common, other), segments, common)
+
+        return again
 
     def cut(self, payload: Payload, segments: Segments, bounds: Sequence[int]) -> list[Payload]:
         """Return the payload's shards."""
@@ -307,16 +325,19 @@ def agree(method: Compressor, xs: Sequence[Tensor], segments: Segments, key: Key
 
 
 def encode(
-    method: Compressor, x: Tensor, segments: Segments, key: Key = KEY
+    method: Compressor, x: Tensor, segments: Segments, key: Key = KEY, workers: int = 1
 ) -> tuple[Payload, Context]:
     """Return the payload of a single worker, and the context in which it is decoded."""
-    ctx = Context(segments, agree(method, [x], segments, key), key)
+    ctx = Context(segments, key=key, workers=workers)
+    ctx = ctx._replace(shared=codec.agree(method, [x], ctx)[0])
     return codec.encode(method, x, ctx), ctx
 
 
-def round_trip(method: Compressor, x: Tensor, segments: Segments, key: Key = KEY) -> Tensor:
+def round_trip(
+    method: Compressor, x: Tensor, segments: Segments, key: Key = KEY, workers: int = 1
+) -> Tensor:
     """Return x encoded and decoded, float32, shape (n,)."""
-    payload, ctx = encode(method, x, segments, key)
+    payload, ctx = encode(method, x, segments, key, workers)
     return codec.decode(method, payload, ctx)
 
 

@@ -69,7 +69,7 @@ def exchange_steps(
 
 WARM_UP = 3
 """Steps in fp32 before the steps that check memory and update rule."""
-RULE_SHAPES = ((40, 33), (7,), (1030,), (4, 3, 5, 5), (3, 4, 5))
+RULE_SHAPES = ((40, 33), (7,), (1030,), (4, 3, 5, 5), (3, 4, 5), (2, 3, 2, 2, 2), ())
 
 
 def steps_of(
@@ -304,7 +304,7 @@ def overwritten(
     """Two exchanges run the same steps, with rules that return the same.
 
     The second one overwrites its buffers and gradients after each step; its means and memories must
-    have the same bits.
+    have the same bits. A buffer that is not declared is not saved in every checkpoint.
     """
     wrong, done = [], 0
     for collective in method.legal_collectives():
@@ -324,6 +324,8 @@ def overwritten(
         for a, b in zip(carried_tensors(left), carried_tensors(right), strict=True):
             if not same(a, b):
                 wrong.append(f"{collective}: memory differs")
+        if names := undeclared(left):
+            wrong.append(f"{collective}: undeclared buffers: {', '.join(names)}")
     return Measurement("; ".join(wrong[:3]) or f"{done} means the same", f"{done} means", not wrong)
 
 
@@ -419,6 +421,14 @@ def unsynchronized(method: Compressor) -> str | None:
         if not off <= 1e-4:
             return f"step {step} is off by {off:.2g}"
     return ""
+
+
+def undeclared(running: Exchange) -> list[str]:
+    """Return the names of the buffers that neither the engine nor a declaration added."""
+    (lane,) = running.lanes
+    names = {name for worker in running.workers for name in worker[0]} - {"owner"}
+    joint = {*running.joint[0]} - {"state"}
+    return sorted((names - {*lane.memory.buffers}) | (joint - {*lane.joint}))
 
 
 def carried_tensors(running: Exchange) -> Iterator[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gcbench.checks import exchanges, inputs, memory_steps
+from gcbench.checks import exchanges, inputs, memory_steps, payloads
 from gcbench.checks.calls import Calls
 from gcbench.checks.oracle import raw
 from gcbench.checks.outcome import Outcome
@@ -20,13 +20,15 @@ from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
 
-SHAPES = ((40, 33), (1,), (4, 3, 5, 5), (3, 4, 5), (670,))
+SHAPES = ((40, 33), (1,), (4, 3, 5, 5), (3, 4, 5), (2, 3, 2, 2, 2), (), (621,))
 N = exchanges.N
 WORKERS = 3
 RATES = (0.5, 0.5, 0.05, 0.2, 2.0, 0.1)
 """Learning rates of the steps in which a schedule must not matter."""
 
 
+FACTORS = (0.25, 16.0, 2.0**-10, 2.0**10, 2.0**30, 2.0**-30)
+"""Factors of residuals, old / new learning rate."""
 PLACE = memory_steps.Place(step=3, rank=1, workers=WORKERS)
 PLACES = tuple(
     PLACE._replace(step=step, rank=rank, workers=workers, lr=lr)
@@ -299,9 +301,18 @@ def _exact(carried: Memory, method: Compressor) -> str:
 
     If the memory declares neither momentum, nor an average, nor a loss, then the mean gradient is
     applied at every step. If it declares an average, none is larger than the mean gradients so far.
+    If it declares a momentum, then a gradient is applied at the next step, too.
     """
+    adjusted = bool(registry.changed(carried))  # as to a momentum of 0
     if carried.masks:
         carried = carried.dense()
+    if carried.has_momentum and method.rule.plain and not adjusted:
+        first = [gradients(0), [torch.zeros(N)] * WORKERS]
+        applied, _ = exchanges.exchange_steps(
+            registry.compressor("none"), "allreduce", first, SHAPES, carried
+        )
+        if not bool([mean.clone() for mean in applied][1].any()):
+            return "has_momentum is true, but a step without gradients applies nothing"
     actual = _exact_run(carried, RATES)
     if carried.has_momentum or carried.averages or carried.lossy:
         fault = _differs(actual, _exact_run(carried, [1.0] * len(RATES)))
@@ -429,18 +440,36 @@ def _interleaved(carried: Memory, method: Compressor) -> str:
     steps = range(memory_steps.STEPS)
     alone = [(step, worker) for worker in (0, 1) for step in steps for _ in ("offer", "keep")]
     mixed = [(step, worker) for step in steps for _ in ("offer", "keep") for worker in (0, 1)]
-    if results(alone) == results(mixed):
-        return ""
-    return "the results of one worker depend on the calls of another"
+    if results(alone) != results(mixed):
+        return "the results of one worker depend on the calls of another"
+
+    def worker(rank: int) -> list[bytes]:
+        state, joint = carried.state(torch.zeros(40)), {x: torch.zeros(40) for x in carried.joint}
+        rows = []
+        for step in steps:
+            ctx = Context(segments, key=Key(7, step, rank), workers=2, state=state, joint=joint)
+            offered = carried.offer(series[rank][step].clone(), ctx)
+            rows.append(raw(offered))
+            if carried.feedback:
+                carried.keep(offered, torch.where(torch.arange(40) % 3 == 0, offered, 0.0), ctx)
+        return [*rows, *map(raw, state.values())]
+
+    wanted = [worker(rank) for rank in range(2)]
+    if payloads.in_turns(carried, worker) != wanted:
+        return "workers in threads mix their values"
+    return ""
 
 
 def _rescaled(carried: Memory, method: Compressor) -> str:
-    """`rescale` multiplies the residuals, and nothing else."""
+    """`rescale` multiplies the residuals in place, as they are views, and nothing else."""
     state = {name: inputs.values(9, i) for i, name in enumerate(carried.buffers)}
     before = {name: buffer.clone() for name, buffer in state.items()}
-    for by in (0.25, 16.0):
+    buffers = dict(state)
+    for by in FACTORS:
         carried.rescale(state, by)
-        for name, buffer in state.items():
+        for name, buffer in buffers.items():
+            if state.get(name) is not buffer:
+                return f"buffer {name!r} is replaced, and not multiplied in place"
             factor = by if name in carried.residuals else 1.0
             before[name] *= factor
             if not torch.equal(buffer, before[name]):

@@ -29,6 +29,8 @@ STEPS = 4
 RANKS = (7, 77, 1000, 4095, 2**16, 2**24 - 1)
 WORKERS = (4, 5, 8, 16, 17, 64, 401)
 RATES = (0.1, 1e-3, 1e-8, 64.0)
+SMALL = 2.0**-20
+"""Scale of the gradients of a memory that clips."""
 EXPONENTS = (-95, -60, -40, -20, 20, 40, 80)
 """Exponents of the powers of two by which gradients are multiplied."""
 
@@ -96,9 +98,9 @@ class Steps:
         return [torch.cat(column) for column in zip(*(self.run(*p) for p in parts), strict=True)]
 
 
-def series(n: int, count: int = STEPS) -> tuple[list[Tensor], list[Tensor]]:
+def series(n: int, count: int = STEPS, scale: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
     """Return normal gradients of several steps, and the shares of elements that are sent."""
-    gradients = [inputs.values(n, 977 * t + 5) for t in range(count)]
+    gradients = [inputs.values(n, 977 * t + 5) * scale for t in range(count)]
     share = ((torch.arange(n) * 7919) % 3 == 0).float()
     return gradients, [share.roll(t) for t in range(count)]
 
@@ -120,9 +122,27 @@ def _first_difference(actual: Sequence[Tensor], want: Sequence[Tensor]) -> str |
     return None
 
 
+def clips(steps: Steps) -> bool:
+    """Return whether a memory, by its declarations, clips gradients or the error above a threshold.
+
+    A gradient of any size is then offered as the same tensor, or, if the memory is lossy, leaves
+    the same buffers. Without a momentum, an average or a loss, a memory must not clip.
+    """
+    carried, (gradients, sent) = steps.carried, series(SHORT, 1)
+    if not (carried.lossy or carried.has_momentum or carried.averages):
+        return False
+    ends = [steps.run([x * 2.0**k for x in gradients], sent) for k in (80, 81)]
+    offers_and_state = [0, *range(2, 2 + len(carried.buffers))] if carried.lossy else [0]
+    return any(
+        bool(ends[0][i].any()) and alike([ends[0][i]], [ends[1][i]]) for i in offers_and_state
+    )
+
+
 class Facts(NamedTuple):
     """What does not matter, on short inputs."""
 
+    scale: float
+    """That of the gradients: small for a memory that clips, so that it does not."""
     pieces: bool
     segments: bool
     step: bool
@@ -135,7 +155,8 @@ class Facts(NamedTuple):
 
 def measure(steps: Steps) -> Facts:
     """Return the facts of a memory and an update rule."""
-    short = series(SHORT)
+    scale = SMALL if clips(steps) else 1.0
+    short = series(SHORT, scale=scale)
     plain = steps.run(*short)
 
     def same(*places: Place) -> bool:
@@ -151,6 +172,7 @@ def measure(steps: Steps) -> Facts:
         ][:1]
     split = ((TILE,), (TILE // 2, 2), (40,))
     return Facts(
+        scale=scale,
         pieces=alike(steps.pieces(*short, TILE), plain),
         segments=same(HERE._replace(shapes=split)),
         # A memory that drops errors on purpose may do so at some steps only.
@@ -164,16 +186,22 @@ def measure(steps: Steps) -> Facts:
 
 def faults(steps: Steps) -> Iterator[str]:
     """Yield in which ways the results on other inputs are not those of short ones."""
-    for name, n, place in (
-        ("one worker", 40, HERE._replace(workers=1)),
-        ("one element", 1, HERE),
+    halves = HERE._replace(shapes=((20,), (4, 5)))
+    for name, n, place, live in (
+        ("one worker", 40, HERE._replace(workers=1), 40),
+        ("one element", 1, HERE, 1),
+        ("zeros", 40, HERE, 0),
+        ("a tensor of zeros beside another one", 40, halves, 20),
     ):
-        if not all(bool(result.isfinite().all()) for result in steps.run(*series(n), place)):
+        gradients, sent = series(n)
+        for gradient in gradients:
+            gradient[live:] = 0.0
+        if not all(bool(result.isfinite().all()) for result in steps.run(gradients, sent, place)):
             yield f"{name}: values that are not finite"
     facts = measure(steps)
     if facts.pieces:
         for n in LONG:
-            gradients, sent = series(n)
+            gradients, sent = series(n, scale=facts.scale)
             for x in (*gradients[1:3], sent[2]):
                 x[PIECE : 2 * PIECE] = 0.0  # nothing arrives in one piece, and nothing is sent
             actual = steps.run(gradients, sent)
@@ -182,7 +210,7 @@ def faults(steps: Steps) -> Iterator[str]:
                 yield f"{n:,} elements: {fault}, as in a tensor of {PIECE:,}"
     if facts.segments:
         n = sum(shape[0] for shape in inputs.MANY)
-        many = series(n)
+        many = series(n, scale=facts.scale)
         actual = steps.run(*many, HERE._replace(shapes=inputs.MANY))
         if fault := _first_difference(actual, steps.run(*many)):
             yield f"{len(inputs.MANY):,} tensors: {fault}, as in a single one"
@@ -190,9 +218,11 @@ def faults(steps: Steps) -> Iterator[str]:
     if facts.degrees is not None:
         # Small constants of a rule, such as the epsilon of Adam, matter where gradients are small.
         exponents = [k for k in EXPONENTS if k > 0 or steps.rule.plain]
+        if facts.scale == SMALL:
+            exponents = [k for k in exponents if k < 0]
         if 2 in facts.degrees:
             exponents = [k for k in exponents if abs(k) <= 40]
-        gradients, sent = series(SHORT)
+        gradients, sent = series(SHORT, scale=facts.scale)
         plain = steps.run(gradients, sent)
         for k in exponents:
             scaled = steps.run([g * 2.0**k for g in gradients], sent)
@@ -204,7 +234,7 @@ def faults(steps: Steps) -> Iterator[str]:
 
 def _elsewhere(steps: Steps, facts: Facts) -> Iterator[str]:
     """Yield the first step, rank, number of workers and rate with other results than elsewhere."""
-    short = series(40, STEPS if steps.rule.needs_warm_up else 2)
+    short = series(40, STEPS if steps.rule.needs_warm_up else 2, facts.scale)
     plain = steps.run(*short)
     sweeps: dict[str, Sequence[Any]] = {
         "step": natural_steps(1400) if facts.step else (),

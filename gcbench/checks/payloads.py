@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,11 +26,12 @@ from gcbench.core.compressor import (
 from gcbench.core.errors import PayloadError, UsageError
 from gcbench.training.configuration import Config
 
+T = TypeVar("T")
 PATIENCE = 5.0
 """Longest wait of a worker for its turn, in seconds; then it goes on out of turn, so that a lock
 inside a method cannot block the check forever."""
-MOST = 100_000
-"""Operations that a worker needs at most after the other one has finished."""
+MOST = 5000
+"""Turns of a worker; then it goes on without waiting, as slow loops may have many lines."""
 
 
 def threads(method: Compressor) -> Measurement:
@@ -53,7 +57,7 @@ def threads(method: Compressor) -> Measurement:
 
 
 def concurrent(method: Compressor) -> Measurement:
-    """Two workers that take turns after each operation send the bits of a single one.
+    """Two workers that take turns send the bits of a single one; see `in_turns`.
 
     A simulation runs its workers in threads. A method that writes intermediate results to a buffer
     of its own mixes the values of the workers.
@@ -69,39 +73,71 @@ def concurrent(method: Compressor) -> Measurement:
         payload = codec.encode(method, xs[rank], ctx._replace(key=ctx.key._replace(rank=rank)))
         return oracle.raw(payload.to_bytes()), oracle.raw(codec.decode(method, payload, ctx))
 
-    def in_turn(rank: int) -> tuple[bytes, bytes]:
-        with turns[rank]:
-            return worker(rank)
-
     wanted = [worker(rank) for rank in range(2)]
-    batons = [threading.Semaphore(1), threading.Semaphore(0)]
-    turns = [Turns(batons), Turns(batons[::-1])]
-    with ThreadPoolExecutor(2) as pool:
-        results = [*pool.map(in_turn, range(2))]
-    wrong = sum(one != want for one, want in zip(results, wanted, strict=True))
+    wrong = sum(one != want for one, want in zip(in_turns(method, worker), wanted, strict=True))
     return Measurement(f"{wrong} of 2 workers differ", "0", wrong == 0)
 
 
-class Turns(torch.overrides.TorchFunctionMode):
-    """Lets another thread go on after each operation of this one, and waits for its next turn."""
+def in_turns(plugin: object, worker: Callable[[int], T]) -> list[T]:
+    """Return the results of workers 0 and 1, whose threads take turns.
 
-    def __init__(self, batons: Sequence[threading.Semaphore]) -> None:
-        """`batons`: that of this thread, then that of the other one."""
+    A turn ends after an operation of torch, and before a line of the files of the plug-in's class.
+    """
+    files = {inspect.getfile(cls) for cls in type(plugin).__mro__ if cls is not object}
+    batons = [threading.Semaphore(1), threading.Semaphore(0)]
+    turns = [Turns(batons, files), Turns(batons[::-1], files)]
+
+    def in_turn(rank: int) -> T:
+        with turns[rank]:
+            return worker(rank)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(in_turn, range(2))]
+
+
+class Turns(torch.overrides.TorchFunctionMode):
+    """Lets another thread go on at the end of each turn of this one."""
+
+    def __init__(self, batons: Sequence[threading.Semaphore], files: Collection[str]) -> None:
+        """`batons`: that of this thread, then that of the other one. `files`: see `in_turns`."""
         super().__init__()
-        self.mine, self.other = batons
+        (self.mine, self.other), self.files = batons, files
+        self.left, self.before = MOST, sys.gettrace()
+
+    def __enter__(self) -> Turns:
+        """Wait for the first turn."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.before = sys.gettrace()
+        self.mine.acquire(timeout=PATIENCE)
+        sys.settrace(self._trace)
+        return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call an operation of torch, then pass the turn on."""
-        self.mine.acquire(timeout=PATIENCE)
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.other.release()
+            self._pass_on()
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Pass the turn on before each line of the files, as Python's trace function."""
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line":
+            self._pass_on()
+        return self._trace
+
+    def _pass_on(self) -> None:
+        self.other.release()
+        self.left -= 1
+        if self.left > 0 and not self.mine.acquire(timeout=PATIENCE):
+            self.left = 0  # the other thread waits for a lock
 
     def __exit__(self, *error: Any) -> None:
         """Leave all further turns to the other thread."""
+        sys.settrace(self.before)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.other.release(MOST)
+        self.other.release(2 * MOST)
 
 
 def nominal_bits(method: Compressor) -> Measurement:
@@ -251,15 +287,18 @@ def _sent_again(method: Compressor, payload: Payload, decoded: Tensor, ctx: Cont
 def corrupt(method: Compressor) -> Measurement:
     """A payload cut, too long, of random bytes or for another tensor raises PayloadError.
 
-    Where the other tensor's payloads have the same layout, finite values are accepted; see also
-    `corrupt_fault`.
+    Where the other tensor's payloads have the same layout, finite values are accepted; so they are
+    of a random method whose sizes depend on the data, as another draw may have sent that payload.
+    See also `corrupt_fault`.
     """
     segments = calls.segments_of(method, [(40, 33), (1,), (70,)])
     other = calls.segments_of(method, [(40, 33), (1,), (70,), (33,)])
     faults, done = [], 0
     payload, ctx = calls.encode(method, inputs.normal(segments.numel), segments)
     cases = [(*case, ctx) for seed in range(4) for case in corruptions(payload, seed)]
-    apart = method.layout(other) is None or method.layout(other) != payload.layout
+    apart = method.layout(other) != payload.layout
+    if method.layout(other) is None:
+        apart = not calls.is_random(method, inputs.normal(segments.numel), segments)
     agreed = calls.agree(method, [inputs.normal(other.numel)], other)
     there = ctx._replace(segments=other, shared=agreed)
     cases.append(("33 elements more expected", payload, apart, there))

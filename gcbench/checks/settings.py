@@ -43,12 +43,13 @@ def effective(method: Compressor) -> Measurement:
     return Measurement(f"{', '.join(fields)}: no difference", "a difference", False, note)
 
 
-GRANULARITIES = ("tensor", "model", "column", 100)
+GRANULARITIES = ("tensor", "model", "column", 100, 8192)
 TRIED = (
     Case(inputs.MIXED, workers=3),
     Case(inputs.MIXED, values="segments of different norms", workers=2, step=499, rank=77),
     Case(((40, 50), (33,)), values="positive", workers=5, lr=0.1, shard=True),
     Case(((64, 48), (24, 5, 3, 3), ()), values="signs", workers=2, residual="zero"),
+    Case(((70, 131), (33,)), workers=2),
 )
 
 

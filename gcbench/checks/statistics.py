@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -44,23 +45,34 @@ FACTORS = (31, 100, 1000, 10**4, 10**5, 10**6, 1_000_003)
 KEY_CHANGES: Mapping[str, tuple[Key, ...]] = {
     "seeds": tuple(Key(by, 0, 0) for by in (*(2**k for k in (0, 1, 8, 16, 31, 32, 62)), *FACTORS)),
     "steps": tuple(
-        Key(0, by, 0) for by in (*(2**k for k in (0, 1, 6, 8, 16, 24, 30)), *ROUND, *FACTORS)
+        Key(0, by, 0) for by in (*(2**k for k in (0, 1, 6, 8, 16, 24, 30)), 3, *ROUND, *FACTORS)
     ),
-    "ranks": tuple(Key(0, 0, by) for by in (*(2**k for k in (0, 1, 2, 6, 8, 16, 22)), *FACTORS)),
+    "ranks": tuple(Key(0, 0, by) for by in (*(2**k for k in (0, 1, 2, 6, 8, 16, 19)), *FACTORS)),
     "offsets": tuple(Key(0, 0, 0, TILE * 2**k) for k in (0, 1, 8, 10, 20, 22, 24)),
     "streams": (Key(0, 0, 0, 0, purposes.MERGE),),
 }
 """Increments of each field of a key; the draws at all of these keys must differ."""
 ADDED = tuple(name for name in Key._fields if name != "workers")
 """The fields of a key to which increments are added; `workers` is the last one."""
-REPEATS = 24
-"""Further keys at which two increments must give the same draws before the method is refused."""
+WORLDS = (1009, 2**20 - 1)
+"""Numbers of workers: the smaller one for ranks below it, as a key may depend on rank and workers.
+With correlated noise there is a single worker: the draws of neighbouring ranks are close."""
+REPEATS = 48
+"""Further keys at which two increments are compared before the method is refused."""
+LARGE = ((513, 130), (70_001,), (12, 8, 3, 3), (260_003,))
+"""Tensors of which stretches are compared at several keys."""
+STRETCHES, CONFIRMED = 32, 6
+"""Stretches of these, and the further keys at which two are compared before a refusal."""
 ROW_CORRELATION = 0.004
 """Correlation of the draws of neighbouring rows (`ops.random`)."""
 UNLIKELY = 2 * math.exp(-30)
 """Probability that a correlation of independent noise exceeds its limit; of 2^15 of them 6e-9."""
 CREWS = (4, 5, 6)
 """Numbers of workers with correlated noise: a power of two, an odd number, and neither."""
+ARRIVING: Mapping[int, int] = {505: 300, 2003: 200, 9001: 100}
+"""Elements of tensors, and the draws in which each element must arrive."""
+OFTEN = 40
+"""Draws that must send something of a stretch on average before its absence is a fault."""
 COIN_DRAWS = 20_000
 """Elements of the tied vote."""
 SHORT_SIZES, SHORT_DRAWS = (1, 5, 19), 1000
@@ -88,8 +100,9 @@ def independent(method: Compressor) -> Measurement:
     faults = []
     for i, (what, key) in enumerate(keys):
         other, twin = keys[drawn.index(drawn[i])]
-        if twin != key and _always(method, (other, twin), (what, key)):
+        if twin != key and _too_often(method, (other, twin), (what, key)):
             faults.append(f"{_describe(key)} and {_describe(twin)} give the same draws")
+    faults += _alike(method, keys)
     for what, correlation, bound in _correlations(method, keys):
         if correlation > bound:
             faults.append(f"{what} correlated: {correlation:.2f}, at most {bound:.2f} is allowed")
@@ -133,26 +146,79 @@ def _keys(method: Compressor) -> list[tuple[str, Key]]:
 def _drawn_at(method: Compressor, first: Key, keys: Sequence[tuple[str, Key]]) -> list[bytes]:
     """Return the decoded bytes of the same 2000 values at each key `first` + increment."""
     segments, x = calls.segments_of(method, [(40, 50)]), inputs.normal(2000)
-    added = [Key(*(a + b for a, b, _ in zip(first, key, ADDED, strict=False))) for _, key in keys]
-    return [oracle.raw(calls.round_trip(method, x, segments, key)) for key in added]
+    return [oracle.raw(one) for one in _round_trips(method, x, segments, first, keys)]
 
 
-def _always(method: Compressor, *keys: tuple[str, Key]) -> bool:
-    """Return whether two increments give the same draws at all `REPEATS` other keys, even or odd.
+def _round_trips(
+    method: Compressor, x: Tensor, segments: Segments, first: Key, keys: Sequence[tuple[str, Key]]
+) -> Iterator[Tensor]:
+    """Yield x encoded and decoded at each key `first` + increment."""
+    for _, by in keys:
+        key = Key(*(a + b for a, b, _ in zip(first, by, ADDED, strict=False)))
+        workers = 1 if method.claims.correlated else WORLDS[key.rank >= WORLDS[0]]
+        yield calls.round_trip(method, x, segments, key, workers).clone()
 
-    Draws from few values coincide by chance: with probability p at one key, but p^24 at all of
-    them. Even and odd keys are tried separately, as steps 2k and 2k + 1 may share a draw where
-    2k + 1 and 2k + 2 do not, and keys of seed or rank 0, where a product of fields is 0.
+
+def _unrelated(count: int) -> list[Key]:
+    """Return keys that differ in all fields."""
+    return [Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i) for i in range(count)]
+
+
+def _too_often(method: Compressor, *keys: tuple[str, Key]) -> bool:
+    """Return whether two increments give the same draws more often than unrelated keys do.
+
+    Draws from few values coincide by chance, with a probability that all pairs of `REPEATS` keys
+    show. A correct method is refused with a probability below `UNLIKELY`. Keys of seed or rank 0,
+    where a product of fields is 0, are tried separately.
     """
-    numbers = [range(odd, 2 * REPEATS, 2) for odd in (0, 1)]
-    return any(
-        all(
-            len(set(_drawn_at(method, key._replace(**zero), keys))) == 1
-            for key in (Key(11 + i, 7 + 101 * i, 3 * i, 5 * TILE * i) for i in several)
+    for zero in ({}, {"seed": 0}, {"rank": 0}):
+        firsts = [key._replace(**zero) for key in _unrelated(REPEATS)]
+        pairs = [_drawn_at(method, first, keys) for first in firsts]
+        together = sum(one == other for one, other in pairs)
+        apart = sum(n * (n - 1) / 2 for n in Counter(one for one, _ in pairs).values())
+        # What is added bounds the probability if no pair or few coincide.
+        most = min(1.0, (apart + 6 * math.sqrt(apart) + 18) / math.comb(REPEATS, 2))
+        chance = sum(
+            math.comb(REPEATS, k) * most**k * (1 - most) ** (REPEATS - k)
+            for k in range(together, REPEATS + 1)
         )
-        for zero in ({}, {"seed": 0}, {"rank": 0})
-        for several in numbers
-    )
+        if chance < UNLIKELY:
+            return True
+    return False
+
+
+def _alike(method: Compressor, keys: Sequence[tuple[str, Key]]) -> Iterator[str]:
+    """Yield the stretches of large tensors whose draws are the same at two keys.
+
+    Compared are the first key and the first increment of each field. What arrives must differ in
+    each stretch that is not exact, unless the method is biased and the stretch never differs.
+    """
+    segments = calls.segments_of(method, LARGE)
+    x, first = inputs.values(segments.numel, 3), ("", NOTHING)
+    added = {what: key for what, key in reversed(keys) if what}
+
+    def stretches(base: Key, *increments: tuple[str, Key]) -> list[tuple[bytes, ...]]:
+        rows = _round_trips(method, x, segments, base, increments)
+        return [tuple(map(oracle.raw, row.tensor_split(STRETCHES))) for row in rows]
+
+    base, *others = stretches(FIRST_KEY, first, *added.items())
+    target = method.claims.target(x, calls.encode(method, x, segments, FIRST_KEY)[1])
+    exact = [oracle.raw(part) for part in target.tensor_split(STRETCHES)]
+    nothing = [oracle.raw(torch.zeros_like(part)) for part in x.tensor_split(STRETCHES)]
+    for i, one in enumerate(base):
+        same = [what for what, other in zip(added, others, strict=True) if other[i] == one]
+        if not same or one in (exact[i], nothing[i]):
+            continue
+        constant = len(same) == len(added)
+        if constant and not method.claims.unbiased:
+            continue
+        pairs = [stretches(key, first, (same[0], added[same[0]])) for key in _unrelated(CONFIRMED)]
+        together = sum(a[i] == b[i] for a, b in pairs)
+        apart = len({a[i] for a, _ in pairs})
+        if together == CONFIRMED and (constant or apart > CONFIRMED / 2):
+            where = f"stretch {i + 1} of {STRETCHES} of {segments.numel:,} elements"
+            yield f"{where}: the same draws at other {same[0]}"
+            return
 
 
 def _correlations(
@@ -180,7 +246,7 @@ def _correlations(
         return ROW_CORRELATION + bernstein(squares / n, most, UNLIKELY)
 
     together = int((lags > allowed(1.0, largest)).int().argmin())
-    squares = 2 * float(lags[:together].square().sum()) - 1
+    squares = max(1.0, 2 * float(lags[:together].square().sum()) - 1)
     yield "elements are", float(lags[together:].max()), allowed(squares, largest)
     added = {what: key for what, key in reversed(keys) if what and what != "offsets"}
     if method.claims.correlated:
@@ -202,7 +268,7 @@ def _noise(method: Compressor, key: Key) -> tuple[Tensor, Tensor] | None:
     """
     n = 1 << 16
     segments, x = calls.segments_of(method, [(n,)]), inputs.normal(n)
-    payload, ctx = calls.encode(method, x, segments, key)
+    payload, ctx = calls.encode(method, x, segments, key, workers=2)
     v = method.claims.variance(x, ctx) if method.claims.unbiased else None
     if v is None or not bool((v > 0).any()):
         return None
@@ -299,11 +365,16 @@ def unbiased(method: Compressor) -> Measurement:
         "of negative elements": -_heavy()[60:100].abs(),
         "of equal elements": torch.full((9,), 0.3),
     }
-    draws = [(text, *_drawn(method, x)[:2]) for text, x in tried.items()]
-    draws.append(("of rank 2 of 3", *_drawn(method, _sample(), Key(7, 1001, 2), 3)[:2]))
-    draws += [(f"of {n} element(s)", *_drawn_alone(method, _sample()[:n])[:2]) for n in SHORT_SIZES]
-    for text, decoded, target in draws:
-        off = _deviations(decoded - target, 1e-7)
+    draws = [(text, *_drawn(method, x)) for text, x in tried.items()]
+    draws.append(("of rank 2 of 3", *_drawn(method, _sample(), Key(7, 1001, 2), 3)))
+    draws += [(f"of {n} element(s)", *_drawn_alone(method, _sample()[:n])) for n in SHORT_SIZES]
+    for text, decoded, target, x, ctx in draws:
+        declared = method.claims.variance(x, ctx)
+        least = torch.full((1,), 1e-7)
+        if declared is not None:  # an element that is sent seldom may never be drawn
+            variances = declared.double().view(-1, decoded.shape[1]).mean(0)
+            least = (variances / len(decoded)).sqrt().clamp(min=1e-7)
+        off = _deviations(decoded - target, least)
         if off > max(worst, Z):
             note = text
         worst = max(worst, off)
@@ -320,12 +391,15 @@ def unbiased(method: Compressor) -> Measurement:
             if off > max(worst, Z):
                 note = f"of elements of about 2^-{3 * i} of the largest, which is 2^{power}"
             worst = max(worst, off)
-    return Measurement(f"{worst:.2f} sd", f"{Z} sd", worst <= Z, note)
+    absent = next(_absent(method), "")
+    holds = worst <= Z and not absent
+    return Measurement(f"{worst:.2f} sd", f"{Z} sd", holds, note or absent)
 
 
-def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
+def _deviations(errors: Tensor, least: float | Tensor, gap: float = 0.0) -> float:
     """Return the largest |mean over the draws| of errors, (draws, n), in standard errors.
 
+    Standard errors are at least `least`: that of the declared variance, or rounding.
     A code of a probability of about 1 / draws may never be drawn, so that the errors scatter too
     little: a mean may be off by Z^2 gap / (2 draws) besides, where the gap is the range of all
     errors, or what is given if that is more. Of a code that chooses between two values, no further
@@ -334,7 +408,7 @@ def _deviations(errors: Tensor, least: float, gap: float = 0.0) -> float:
     """
     draws = len(errors)
     rare = Z * max(gap, float(errors.max() - errors.min())) / (2 * draws)
-    sd = _standard_error(errors).clamp(min=least)
+    sd = torch.maximum(_standard_error(errors), torch.as_tensor(least, dtype=errors.dtype))
     return float((errors.mean(0).abs() / (sd + rare)).max())
 
 
@@ -543,7 +617,7 @@ def contraction(method: Compressor) -> Measurement:
     if isinstance(method, MultiRoundCompressor):
         faults += _stuck(method)
     elif random:
-        faults += _seldom(method)
+        faults += [*_seldom(method), *_absent(method)]
     faults += _wrong_errors(method)
     return Measurement(
         f"{worst:.4f} at most", "the declared bound", not faults, "; ".join(faults[:2])
@@ -566,6 +640,26 @@ def _seldom(method: Compressor) -> Iterator[str]:
             if refutes_bound(errors.tolist(), bound, size):
                 mean = float(errors.mean())
                 yield f"{name}, {len(errors):,} draws: {mean:.4g} above {bound:.4g}"
+
+
+def _absent(method: Compressor) -> Iterator[str]:
+    """Yield where elements of longer tensors never arrive from a random method.
+
+    Each draw has other values. Stretches of 1, 8 and 64 elements are tried, if `OFTEN` draws are
+    expected to send something of each: then none does with a probability of exp(-OFTEN).
+    """
+    for n, count in ARRIVING.items():
+        segments, arrived = calls.segments_of(method, [(n,)]), []
+        for step in range(count):
+            x = inputs.values(n, 7919 * step) + 1e-3
+            arrived.append(calls.round_trip(method, x, segments, Key(5, step, 0)) != 0)
+        for width in (1, 8, 64):
+            hits = torch.stack([each[n % width :].view(-1, width).any(1) for each in arrived])
+            never = (~hits.any(0)).nonzero()
+            if len(never) and float(hits.double().mean()) * count >= OFTEN:
+                first = int(never[0]) * width + n % width
+                yield f"of {n:,} elements nothing arrives from {first:,} on, in {count} draws"
+                return
 
 
 def _wrong_errors(method: Compressor) -> Iterator[str]:

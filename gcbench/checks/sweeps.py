@@ -97,7 +97,7 @@ class Witness:
             same_bits("encode", sent, self.first, "at step 1 of rank 0 it")
             same_bits("decode", decoded, self.decoded, "at step 1 of rank 0 it")
         else:
-            self._value(decoded, shared)
+            self._value(decoded, shared, key)
             self.sent[key] = raw(sent)
         if fuses_feedback(calls.method):
             self._feedback(key)
@@ -157,12 +157,13 @@ class Witness:
             if all(steps.get(step + period) == sent for step, sent in enumerate(run)):
                 raise FaultError("encode", f"draws the same numbers every {period} steps")
 
-    def _value(self, decoded: Tensor, shared: Tensor) -> None:
+    def _value(self, decoded: Tensor, shared: Tensor, key: Key) -> None:
         calls, segments, x = self.calls, self.segments, self.x
         if self.family:
             same_bits("decode(encode(x))", decoded + 0.0, x + 0.0, f"x ({self.family})")
             return
-        oracle.value(calls, x, segments, shared, decoded)
+        again = calls.redraws(x, segments, shared, key)
+        oracle.value(calls, x, segments, shared, decoded, again=again)
         if calls.method.claims.contractive:
             error = oracle.error_energy(x, decoded)
             bound = oracle.bound_of(calls, x, segments, shared)

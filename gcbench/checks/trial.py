@@ -127,11 +127,11 @@ class Trial:
         if not isinstance(payload, Payload):
             raise FaultError("encode", f"returned {type(payload).__name__}")
         for part in payload.parts:
-            if part.ndim != 1 or not part.is_contiguous() or part.element_size() > 4:
+            if part.ndim != 1 or not part.is_contiguous():
                 raise FaultError(
                     "encode",
                     f"a part of {part.dtype}, shape {tuple(part.shape)}; contiguous, of one "
-                    "dimension and at most 4 bytes per element expected",
+                    "dimension expected",
                 )
         sent = payload.to_bytes().clone()
         layout = self.method.layout(segments)
@@ -166,7 +166,8 @@ class Trial:
         if x is self.xs[0] and not bool(x.any()):
             self._zeros(decoded)
         even = self.case.values in ("normal", "signs") and self.case.spread == "equal scales"
-        oracle.value(calls, x, segments, shared, decoded, even=even)
+        redraws = calls.redraws(x, segments, shared, key) if self.profile.random else None
+        oracle.value(calls, x, segments, shared, decoded, even=even, again=redraws)
         self.contraction(rank, x, decoded)
         self.exact(x, decoded)
         if "sparse" in self.method.legal_collectives():
@@ -344,6 +345,9 @@ class Trial:
             assert mean is not None
             again = calls.encode(mean, segments, shared, key)
             same_bits("merge", sent, again.to_bytes(), "encode of the mean")
+            want = calls.decode(again, segments, shared).clone()
+            actual = calls.decode(merged, segments, shared)
+            same_bits("decode", actual, want, "of one worker's payload with the same parts it")
             return
         actual = calls.decode(merged, segments, shared).clone()
         self._is_mean("merge", actual, want, mean, room)

@@ -135,6 +135,28 @@ class LateShard(SIGN):
         return pieces
 
 
+class CountedDecode(Nonzeros):
+    """Divides a payload of several workers by their number, as if it were their sum."""
+
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx).div_(payload.count)
+
+    def mean(self, payloads, ctx):
+        decoded = [self.decode(p._replace(count=1), ctx) * p.count for p in payloads]
+        return torch.stack(decoded).sum(0) / sum(p.count for p in payloads)
+
+
+class SummedDecode(Levels):
+    """The same, but alone where the layout of such a payload is known."""
+
+    def decode(self, payload, ctx):
+        return super().decode(payload, ctx).div_(payload.count)
+
+    def mean(self, payloads, ctx):
+        decoded = [super(SummedDecode, self).decode(p, ctx) * p.count for p in payloads]
+        return torch.stack(decoded).sum(0) / sum(p.count for p in payloads)
+
+
 # ---- workers of different scale ------------------------------------------------------------------
 
 
@@ -1221,6 +1243,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         LongNan,
         LongPeriod,
     ),
+    "merged payloads": (CountedDecode, SummedDecode),
     "many workers": (SixteenWorkers, FifteenPayloads, ShortTotals),
     "many shards": (ManyShards, LateShard, CrowdedShards),
     "workers of different scale": (FirstScale, OwnLimit, SmallWorkers, HalfMean),

@@ -108,6 +108,19 @@ def test_a_right_method_is_not_refused(method):
     assert search.inputs > 40
 
 
+@pytest.mark.parametrize(
+    ("cls", "effort"),
+    [
+        (unusual.Sampled, FEW._replace(far=1, steps=60, thin=1)),
+        (unusual.LongBlock, FEW._replace(long=1, far=1)),
+        (unusual.UnscaledBlock, FEW._replace(long=1, far=1)),
+    ],
+)
+def test_chance_in_large_inputs_is_no_fault(cls, effort):
+    """A single draw sends nothing of many elements, all of which others send."""
+    assert Search(cls(), effort).run() == []
+
+
 @pytest.mark.parametrize("cls", unusual.METHODS)
 def test_an_unusual_method_has_the_properties(cls):
     rows = verify.listed(cls())

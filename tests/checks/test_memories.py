@@ -194,6 +194,29 @@ class ScratchResidual(Residual):
         return torch.add(gradient, ctx.state["residual"], out=shared)
 
 
+class Scratched(Residual):
+    """Adds in a buffer that all workers share, and offers a copy."""
+
+    scratch: ClassVar[dict] = {}
+
+    def offer(self, gradient, ctx):
+        shared = self.scratch.setdefault(len(gradient), torch.empty_like(gradient))
+        torch.add(gradient, ctx.state["residual"], out=shared)
+        return shared.clone()
+
+
+class ScratchedArray(Residual):
+    """The same with an array of numpy."""
+
+    scratch: ClassVar[dict] = {}
+
+    def offer(self, gradient, ctx):
+        shared = self.scratch.setdefault(len(gradient), gradient.numpy().copy())
+        shared[:] = gradient.numpy()
+        shared += ctx.state["residual"].numpy()
+        return torch.from_numpy(shared.copy())
+
+
 class Crowded(Momentum):
     """With more than 32,768 tensors there is no momentum."""
 
@@ -314,6 +337,55 @@ class FollowsDown(Residual):
 
     def rescale(self, state, factor):
         super().rescale(state, min(factor, 1.0))
+
+
+class Saturating(Residual):
+    """Residuals follow a change of the learning rate by a factor of 100 at most."""
+
+    def rescale(self, state, factor):
+        super().rescale(state, min(max(factor, 0.01), 100.0))
+
+
+class Rebinding(Residual):
+    """Scales a copy of the residual, and not the residual of which the engine passes a view."""
+
+    def rescale(self, state, factor):
+        state["residual"] = state["residual"] * factor
+
+
+class ExtraState(Residual):
+    """Adds a buffer to those of the worker, and does not declare it."""
+
+    def offer(self, gradient, ctx):
+        ctx.state["last"] = gradient.clone()
+        return super().offer(gradient, ctx)
+
+
+class ExtraJoint(Ef21):
+    """Adds a buffer to those of all workers, and does not declare it."""
+
+    def apply(self, mean, ctx):
+        ctx.joint["count"] = torch.ones_like(mean)
+        return super().apply(mean, ctx)
+
+
+class Unmoved(Residual):
+    """Declares a momentum, so that the optimizer has none, and has none."""
+
+    has_momentum = True
+
+    def dense(self):
+        return self
+
+
+class OddAxes(unusual.Corrected):
+    """Beside a momentum, half of the error of scalars and of tensors of five axes is dropped."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        for start, shape in ctx.segments.tensors:
+            if len(shape) in (0, 5):
+                ctx.state["error"][start : start + math.prod(shape)] *= 0.5
 
 
 class SummedMomentum(Momentum):
@@ -506,6 +578,12 @@ class OtherDense(unusual.Corrected):
         (FusedClipping, "memory: what was sent"),
         (StoredByStep, "memory: checkpoint"),
         (FollowsDown, "memory: learning rate"),
+        (Saturating, "memory: learning rate"),
+        (Rebinding, "memory: learning rate"),
+        (ExtraState, "memory: overwritten"),
+        (ExtraJoint, "memory: overwritten"),
+        (Unmoved, "memory: exact code"),
+        (OddAxes, "memory: sent later"),
         (SummedMomentum, "memory: equal gradients"),
         (FlippedEstimate, "memory: constant gradient"),
         (FlippedError, "memory: constant gradient"),
@@ -520,6 +598,8 @@ class OtherDense(unusual.Corrected):
         (Unsent, "memory: nothing lost in a step"),
         (Tiny, "memory: large inputs"),
         (ScratchResidual, "memory: workers apart"),
+        (Scratched, "memory: workers apart"),
+        (ScratchedArray, "memory: workers apart"),
         (Crowded, "memory: large inputs"),
         (Slow, "memory: large inputs"),
         (Misestimated, "memory: large inputs"),
@@ -597,6 +677,7 @@ def test_the_memories_of_our_methods_hold_at_changing_learning_rates(name):
         ("dgc", {"masking": False, "nesterov": True}),
         ("dgc", {"clip": 0.1}),
         ("dgc", {"masking": False, "clip": 0.1}),
+        ("dgc", {"clip": 1000.0}),
         ("residual", {"decay": 0.5}),
         ("momentum", {"beta": 0.0}),
     ],
@@ -788,9 +869,41 @@ class Standardized(UpdateRule):
         return mean / (variance.sqrt() + 1e-8)
 
 
-def test_an_update_rule_must_be_finite():
-    steps = memory_steps.Steps(memory.Memory(), Standardized(), registry.compressor("topk"))
-    assert next(memory_steps.faults(steps)).startswith("one element")
+class Normalized(UpdateRule):
+    """Divides by the norm of the whole mean."""
+
+    def update(self, mean, ctx):
+        return mean / mean.norm()
+
+
+class NormalizedTensors(UpdateRule):
+    """Divides each tensor by its norm."""
+
+    def update(self, mean, ctx):
+        for start, shape in ctx.segments.tensors:
+            mean[start : start + math.prod(shape)] /= mean[start : start + math.prod(shape)].norm()
+        return mean
+
+
+class HalfNormalized(NormalizedTensors):
+    """The same, unless nothing moves."""
+
+    def update(self, mean, ctx):
+        return super().update(mean, ctx) if bool(mean.any()) else mean
+
+
+@pytest.mark.parametrize(
+    ("rule", "where"),
+    [
+        (Standardized, "one element"),
+        (Normalized, "zeros"),
+        (NormalizedTensors, "zeros"),
+        (HalfNormalized, "a tensor of zeros"),
+    ],
+)
+def test_an_update_rule_must_be_finite(rule, where):
+    steps = memory_steps.Steps(memory.Memory(), rule(), registry.compressor("topk"))
+    assert next(memory_steps.faults(steps)).startswith(where)
 
 
 def test_large_inputs_are_run_as_the_engine_runs_them():

@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import threading
+import time
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import numpy as np
 import pytest
 import torch
 import unusual
@@ -48,6 +51,7 @@ from gcbench.checks import (
     exchanges,
     inputs,
     oracle,
+    payloads,
     processes,
     properties,
     statistics,
@@ -310,6 +314,15 @@ REDRAWN = [
 ]
 
 
+class StepBlocks(Levels):
+    """Five steps in a row use the same draws; no variance is declared."""
+
+    claims = Unbiased
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=key.step // 5), n)
+
+
 def hashed(key: Key, fields: object) -> Key:
     """Return a key whose seed depends on these fields alone."""
     data = hashlib.sha256(repr((fields, key.stream)).encode()).digest()
@@ -341,6 +354,49 @@ class Offsetless(Levels):
 
     def draws(self, key, n):
         return super().draws(key._replace(offset=0), n)
+
+
+class LargeStepless(Levels):
+    """Large buckets use the same draws at all steps."""
+
+    claims = Unbiased
+
+    def draws(self, key, n):
+        return super().draws(key._replace(step=0) if n > 65_536 else key, n)
+
+
+class LargeConstant(Levels):
+    """Large buckets use the same draws everywhere."""
+
+    claims = Unbiased
+
+    def draws(self, key, n):
+        return super().draws(Key(0, 0, 0) if n > 65_536 else key, n)
+
+
+class LateRankless(Levels):
+    """All ranks use the same draws behind element 65,536 of a bucket."""
+
+    claims = Unbiased
+
+    def draws(self, key, n):
+        same = super().draws(key._replace(rank=0), n)
+        return torch.cat([super().draws(key, n)[:65_536], same[65_536:]])
+
+
+class WideSeedless(Levels):
+    """Matrices of more than 100 columns use the same draws at all seeds."""
+
+    claims = Unbiased
+
+    def encode(self, x, ctx):
+        scale = self.scales(x, ctx.segments)
+        draws, same = self.draws(ctx.key, len(x)), self.draws(ctx.key._replace(seed=0), len(x))
+        for start, shape in ctx.segments.tensors:
+            if len(shape) == 2 and shape[1] > 100:
+                place = slice(start, start + math.prod(shape))
+                draws[place] = same[place]
+        return self.codes(x, spread(scale, ctx.segments), draws), scale
 
 
 class Periodic(Levels):
@@ -827,6 +883,52 @@ class NeverTheLast(unusual.Regenerated):
         return mask
 
 
+@dataclass(frozen=True)
+class Hundredth(Compressor):
+    """Right: each element is sent with a probability of 1 %, times 100."""
+
+    class claims(Claims):
+        unbiased = True
+
+        def variance(self, x, ctx):
+            return 99 * x.double().square()
+
+    def mask(self, key, n):
+        return ops.random.uniform(key, n) < 0.01
+
+    def encode(self, x, ctx):
+        return torch.where(self.mask(ctx.key, len(x)), (100 * x).clamp(-3e38, 3e38), 0.0)
+
+    def decode(self, payload, ctx):
+        return check_finite(payload.parts[0]).clone()
+
+    def layout(self, segments, count=1):
+        return ((torch.float32, segments.numel),)
+
+
+class LongNeverTheLast(Hundredth):
+    """Never sends the last tenth of 500 to 10,000 elements."""
+
+    def mask(self, key, n):
+        mask = super().mask(key, n)
+        if 500 <= n <= 10_000:
+            mask[9 * n // 10 :] = False
+        return mask
+
+
+class UnscaledNeverTheLast(LongNeverTheLast):
+    """The same without the factor, for error feedback."""
+
+    class claims(Claims):
+        contractive = True
+
+        def error_bound(self, x, ctx):
+            return 0.99 * float(x.double().square().sum())
+
+    def encode(self, x, ctx):
+        return super().encode(x, ctx) / 100
+
+
 class BesideThePayload(Compressor):
     """Sends a digest, and passes the gradient on in a dict."""
 
@@ -1084,6 +1186,37 @@ class ScratchLevels(Levels):
         return (torch.floor(levels + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
 
 
+class ScratchNumpy(Levels):
+    """The same with an array of numpy."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def codes(self, x, scale, draws):
+        values, scales, up = x.numpy(), scale.numpy(), draws.numpy()
+        levels = self.scratch_space.setdefault(len(values), np.empty(len(values), np.float32))
+        np.copyto(levels, np.abs(values))
+        levels /= np.maximum(scales, 2.0**-100)
+        codes = np.floor(levels * TOP + up).clip(max=TOP)
+        return torch.from_numpy((codes * np.sign(values)).astype(np.int8))
+
+
+class Locked(ScratchLevels):
+    """Right: a lock protects the buffer."""
+
+    lock: ClassVar = threading.Lock()
+
+    def codes(self, x, scale, draws):
+        with self.lock:
+            return super().codes(x, scale, draws)
+
+
+def test_a_lock_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr(payloads, "PATIENCE", 0.2)
+    start = time.perf_counter()
+    assert properties.run(Locked(), "workers in threads").verdict == "holds"
+    assert time.perf_counter() - start < 5
+
+
 @dataclass(frozen=True)
 class BrokenSwitch(Levels):
     """A switch that no variant sets halves what arrives."""
@@ -1106,6 +1239,20 @@ class PerTensor(Levels):
 
     def decode(self, payload, ctx):
         return super().decode(payload, ctx._replace(segments=Segments.of(ctx.segments.shapes)))
+
+
+@dataclass(frozen=True)
+class LargeGroups(Levels):
+    """With groups of more than 4096 elements, only the first group of a tensor is sent."""
+
+    granularity: str | int = "tensor"
+
+    def encode(self, x, ctx):
+        x, size = x.clone(), self.granularity
+        for start, shape in ctx.segments.tensors:
+            if isinstance(size, int) and size > 4096:
+                x[start + size : start + math.prod(shape)] = 0
+        return super().encode(x, ctx)
 
 
 class OtherMomentum(INT8):
@@ -1171,6 +1318,10 @@ WRONG = {
     SeedTimesStep: "independent noise",
     RankTimesStep: "independent noise",
     Offsetless: "independent noise",
+    **dict.fromkeys(
+        (StepBlocks, LargeStepless, LargeConstant, LateRankless, WideSeedless),
+        "independent noise",
+    ),
     Periodic: "independent noise",
     Pairs: "independent noise",
     Clipping: "contraction",
@@ -1199,6 +1350,8 @@ WRONG = {
     RatioRandomK: "unbiased",
     LowProbability: "unbiased",
     NeverTheLast: "contraction",
+    LongNeverTheLast: "unbiased",
+    UnscaledNeverTheLast: "contraction",
     BesideThePayload: "nominal bits",
     MisnamedRecipe: "illegal refused",
     HalfTheBits: "nominal bits",
@@ -1222,8 +1375,10 @@ WRONG = {
     OneSided: "unbiased",
     NearestAmongOthers: "unbiased",
     ScratchLevels: "workers in threads",
+    ScratchNumpy: "workers in threads",
     BrokenSwitch: "other settings",
     PerTensor: "other settings",
+    LargeGroups: "other settings",
 }
 """Methods that the list of properties must refuse, and the property that fails."""
 
@@ -1356,7 +1511,7 @@ def test_what_a_process_saw_first_must_not_matter():
     assert processes.compared(processes.digests(FirstNormed()), there).verdict == "fails"
 
 
-BASES = [STOCHASTIC, Levels, SharedLevels, Blocks]
+BASES = [STOCHASTIC, Levels, SharedLevels, Blocks, Hundredth]
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -373,8 +373,128 @@ class SharedDitherClaims(Claims, of=SharedDither):
     unbiased = True
 
 
-METHODS = (Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps, Permuted, SharedDither)
+class Numbered(Levels):
+    """Numbers the encodings of a run: step times workers plus rank."""
+
+    def encode(self, x, ctx):
+        key, number = ctx.key, ctx.step * ctx.workers + ctx.rank
+        seed = (key.seed + 0x9E3779B97F4A7C15 * number) % 2**64
+        return super().encode(x, ctx._replace(key=key._replace(seed=seed, step=0, rank=0)))
+
+
+class WidePositions(Nonzeros):
+    """Positions and length have 64 bits, as torch returns them."""
+
+    def encode(self, x, ctx):
+        places, values, length = super().encode(x, ctx)
+        return places.long(), values, length.long()
+
+    def decode(self, payload, ctx):
+        if [part.dtype for part in payload.parts] != [torch.int64, torch.float32, torch.int64]:
+            raise PayloadError("positions, values and a length expected")
+        places, values, length = payload.parts
+        if not int(places.sum().clamp(0, 1)) >= 0 or bool((places != places.int()).any()):
+            raise PayloadError("positions of 31 bits expected")
+        if bool((length != length.int()).any()):
+            raise PayloadError("a length of 31 bits expected")
+        parts = (places.int(), values, length.int())
+        return super().decode(payload._replace(parts=parts), ctx)
+
+
+@dataclass(frozen=True)
+class Sampled(Compressor):
+    """Sends each element with a probability of 1e-4, times 10,000; often nothing at all."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+    share: ClassVar[float] = 1e-4
+
+    def encode(self, x, ctx):
+        places = (ops.random.uniform(ctx.key, len(x)) < self.share).nonzero()[:, 0]
+        return places.to(torch.int32), (x[places] / self.share).clamp(-LARGEST, LARGEST)
+
+    def decode(self, payload, ctx):
+        length = torch.tensor([ctx.segments.numel], dtype=torch.int32)
+        parts = (*payload.parts, length)
+        return Nonzeros().decode(payload._replace(parts=parts), ctx)
+
+
+class SampledClaims(Claims, of=Sampled):
+    unbiased = True
+
+    def variance(self, x, ctx):
+        return (1 / self.codec.share - 1) * x.double().square()
+
+
+@dataclass(frozen=True)
+class LongBlock(Compressor):
+    """Sends a random eighth of the bucket in one piece, which may begin again at its start."""
+
+    granularity = "model"
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+    factor: ClassVar[bool] = True
+
+    def sent(self, n):
+        return -(-n // 8)
+
+    def places(self, start, n):
+        return (start + torch.arange(self.sent(n))) % max(1, n)
+
+    def encode(self, x, ctx):
+        high, low = ops.random.draws24(ctx.key, 2).tolist()
+        start = (high * 2**24 + low) * len(x) >> 48
+        return torch.tensor([start], dtype=torch.int32), x[self.places(start, len(x))]
+
+    def decode(self, payload, ctx):
+        (start,), values, n = payload.parts[0].tolist(), payload.parts[1], ctx.segments.numel
+        if not 0 <= start < max(1, n):
+            raise PayloadError("a start within the bucket expected")
+        factor = n / max(1, self.sent(n)) if self.factor else 1.0
+        scaled = (check_finite(values) * factor).clamp(-LARGEST, LARGEST)
+        return torch.zeros(n).index_put_((self.places(start, n),), scaled)
+
+    def layout(self, segments, count=1):
+        return ((torch.int32, 1), (torch.float32, self.sent(segments.numel)))
+
+
+class LongBlockClaims(Claims, of=LongBlock):
+    unbiased = True
+
+    def variance(self, x, ctx):
+        return (len(x) / max(1, self.codec.sent(len(x))) - 1) * x.double().square()
+
+
+class UnscaledBlock(LongBlock):
+    """The same for error feedback."""
+
+    factor = False
+
+    class claims(Claims):
+        contractive = True
+
+        def error_bound(self, x, ctx):
+            left = 1 - self.codec.sent(len(x)) / max(1, len(x))
+            return left * float(x.double().square().sum())
+
+
+class ClippedError(Residual):
+    """Clips the error of each element, and says that it loses some."""
+
+    @property
+    def lossy(self):
+        return True
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].clamp_(-10, 10)
+
+
+METHODS = (
+    *(Regenerated, Nonzeros, Unsized, SharedRange, Rated, CoarseSteps, Permuted, SharedDither),
+    *(Numbered, WidePositions, Sampled, LongBlock, UnscaledBlock),
+)
 MEMORIES = (
+    ClippedError,
     *(Resetting, WarmingMomentum, Normalized, SelfScaled, Differences, Corrected, Alternating),
     *(TwoSteps, TwoMeans),
 )
