@@ -595,7 +595,7 @@ class Hook:
     def _keep(self, state: Mapping[str, Any]) -> None:
         """Hold a state for `register`; its rate applies from now on, unless one was set.
 
-        A hook has an empty state until it is registered or has loaded another one.
+        The state of a hook that was not registered, and loaded none, is empty.
         """
         self._loaded = None
         if not isinstance(state, Mapping):

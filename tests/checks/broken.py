@@ -146,17 +146,6 @@ class CountedDecode(Nonzeros):
         return torch.stack(decoded).sum(0) / sum(p.count for p in payloads)
 
 
-class SummedDecode(Levels):
-    """The same, but alone where the layout of such a payload is known."""
-
-    def decode(self, payload, ctx):
-        return super().decode(payload, ctx).div_(payload.count)
-
-    def mean(self, payloads, ctx):
-        decoded = [super(SummedDecode, self).decode(p, ctx) * p.count for p in payloads]
-        return torch.stack(decoded).sum(0) / sum(p.count for p in payloads)
-
-
 # ---- workers of different scale ------------------------------------------------------------------
 
 
@@ -1243,7 +1232,7 @@ KINDS: dict[str, tuple[type[Compressor], ...]] = {
         LongNan,
         LongPeriod,
     ),
-    "merged payloads": (CountedDecode, SummedDecode),
+    "merged payloads": (CountedDecode,),
     "many workers": (SixteenWorkers, FifteenPayloads, ShortTotals),
     "many shards": (ManyShards, LateShard, CrowdedShards),
     "workers of different scale": (FirstScale, OwnLimit, SmallWorkers, HalfMean),
