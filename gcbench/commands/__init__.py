@@ -20,6 +20,7 @@ import typer
 
 from gcbench.core import output
 from gcbench.core.errors import GcbenchError, UsageError
+from gcbench.core.values import items_of
 from gcbench.report import kinds
 
 if TYPE_CHECKING:
@@ -285,10 +286,10 @@ def numbers(flag: str, text: str) -> list[int]:
     """Return the whole numbers of a comma-separated list, each once; 1e3 is 1000.
 
     Raises:
-        UsageError: a word is not a whole number above 0, or there is none.
+        UsageError: an item is not a whole number above 0.
     """
     values = []
-    for word in filter(None, (piece.strip() for piece in text.split(","))):
+    for word in items_of(flag, text):
         value = -1.0
         with suppress(ValueError):
             value = float(word)
@@ -298,8 +299,6 @@ def numbers(flag: str, text: str) -> list[int]:
                 "e.g. 8,64"
             )
         values.append(int(value))
-    if not values:
-        raise UsageError(f"{flag}: at least one number expected, e.g. {flag} 8,64")
     return list(dict.fromkeys(values))
 
 

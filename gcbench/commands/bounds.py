@@ -77,11 +77,14 @@ def bounds(
     """
     from gcbench.checks import bounds as measure
     from gcbench.core.errors import UsageError
+    from gcbench.core.values import items_of
     from gcbench.report import analysis as measuring
     from gcbench.training import grid
 
     if quadratic_only:
         refuse_unused(ctx, QUADRATIC, "--quadratic-only")
+    if methods is not None:
+        items_of("--methods", methods)  # refuses empty ones
     options = grid.pairs("--task-set", task_set)
     if network is not None:
         options["network"] = network

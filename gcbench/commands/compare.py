@@ -28,6 +28,7 @@ from gcbench.commands import (
 )
 from gcbench.core import output
 from gcbench.core.errors import UsageError
+from gcbench.core.values import items_of
 
 if TYPE_CHECKING:
     from gcbench.report.compare import Asked, ComparisonRow
@@ -124,7 +125,7 @@ def compare(
         by,
         "json" if json else format_.value,
         sort,
-        tuple(filter(None, (word.strip() for word in (columns or "").split(",")))),
+        tuple(items_of("--columns", columns)) if columns is not None else (),
         width.value if width is not None else "",
         [comparing.Label.parse(one) for one in label or ()],
         details,

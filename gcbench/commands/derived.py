@@ -13,6 +13,7 @@ import typer
 from gcbench.commands import KEYWORD, DataDir, Output, flags_of, make, with_flags
 from gcbench.core import files, registry
 from gcbench.core.errors import GcbenchError
+from gcbench.core.values import items_of
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -91,7 +92,8 @@ def command(study: ModuleType) -> Callable[..., None]:
         out = Output(**{name: values.pop(name) for name in Output._fields})
         data_dir = values.pop(DATA, None)
         for name in lists:
-            values[name] = [item for part in values[name].split(",") if (item := part.strip())]
+            text = values[name]
+            values[name] = items_of(f"--{name.replace('_', '-')}", text) if text else []
         settings = make(study.Settings, **values)
         settings = settings.model_copy(update={SOURCES: _sources(settings)})
         steps = getattr(study, "steps", lambda settings: 1)(settings)

@@ -9,10 +9,7 @@ from typing import Annotated
 import typer
 
 from gcbench.commands import Output, make, option, with_groups
-
-
-def _texts(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
+from gcbench.core.values import items_of
 
 
 def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
@@ -88,9 +85,9 @@ def netlab(
         {"compressors": "--compressor"},
         nodes=nodes,
         workers_per_node=workers_per_node,
-        bandwidth=_texts(bandwidth),
-        delay=_texts(delay),
-        loss=_texts(loss),
+        bandwidth=items_of("--bandwidth", bandwidth),
+        delay=items_of("--delay", delay),
+        loss=items_of("--loss", loss),
         compressors=compressors,
         arguments=arguments,
         sources=_sources(compressors, arguments),

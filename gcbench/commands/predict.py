@@ -201,7 +201,7 @@ def predict(
             FLAGS,
             kernels=job.kernels,
             compressors=chosen,
-            workers=numbers("--workers", workers) if workers else [],
+            workers=numbers("--workers", workers) if workers is not None else [],
             link_latency_us=link_latency_us,
             measured=f"{measured.analysis.name}, {measured.analysis.provenance.get('started')}",
         )
@@ -214,7 +214,7 @@ def predict(
             )
         chosen = list(methods.all_of(job.compressor))
         study, steps = prediction, len(chosen)
-        counts = numbers("--workers", workers or "8,64,512")
+        counts = numbers("--workers", "8,64,512" if workers is None else workers)
         settings = job.settings(
             prediction.Settings, {}, compressors=chosen, collective=collective, workers=counts
         )

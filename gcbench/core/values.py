@@ -1,10 +1,12 @@
-"""Values of settings and rows as text: canonical JSON, short text, and what JSON can hold."""
+"""Values of settings and rows as text: canonical JSON, short text, lists, what JSON can hold."""
 
 from __future__ import annotations
 
 import json
 import math
 from typing import Any
+
+from gcbench.core.errors import UsageError
 
 
 def finite(value: float | None) -> float | None:
@@ -27,3 +29,16 @@ def text(value: Any) -> str:
     if value is None:
         return "auto"
     return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")
+
+
+def items_of(flag: str, text: str) -> list[str]:
+    """Return the items of a comma-separated list, without the spaces around them.
+
+    Raises:
+        UsageError: an item is empty; the message names `flag`.
+    """
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        remedy = "remove the extra comma" if "," in text else "leave it out"
+        raise UsageError(f"{flag} {text!r}: a value is empty; fill it, or {remedy}")
+    return items

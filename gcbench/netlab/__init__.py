@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gcbench.core import settings_file
 from gcbench.core.errors import UsageError
+from gcbench.core.values import items_of
 from gcbench.netlab import launcher
 from gcbench.netlab.links import Link, parse_delay, parse_rate
 from gcbench.report.analysis import Analysis, Ledger, Row, Shown, Table
@@ -112,7 +113,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if compressors is None:
         named = file.get("compressor", "terngrad")
         compressors = ",".join(map(str, named if isinstance(named, list) else [named]))
-    return [spec.strip() for spec in compressors.split(",") if spec.strip()], others
+    return items_of("--compressor", compressors), others
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:

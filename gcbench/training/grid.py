@@ -12,6 +12,7 @@ from typing import Any, get_origin
 
 from gcbench.core import registry, settings_file
 from gcbench.core.errors import GcbenchError, UsageError, unknown
+from gcbench.core.values import items_of
 from gcbench.results.settings import DEFAULTS, Settings
 from gcbench.training import limits
 from gcbench.training.configuration import READERS, Config
@@ -61,14 +62,6 @@ def value(text: str) -> Any:
     return _scalar(text)
 
 
-def _filled(name: str, text: str) -> str:
-    """Return the text of a flag; UsageError if it, or an item of its list, is empty."""
-    if not all(part.strip() for part in text.split(",")):
-        remedy = "remove the extra comma" if "," in text else "leave it out"
-        raise UsageError(f"{name} {text!r}: a value is empty; fill it, or {remedy}")
-    return text
-
-
 def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
     """Return the settings in items such as clip=2.0, by name; `flag` is for errors.
 
@@ -82,7 +75,8 @@ def pairs(flag: str, items: Iterable[str] | None) -> dict[str, Any]:
             raise UsageError(f"{flag} {item!r}: expected NAME=VALUE, such as {flag} clip=2.0")
         if name in result:
             raise UsageError(f"{flag} {name} occurs twice; for a grid write {name}=1,2")
-        result[name] = value(_filled(f"{flag} {name}", text))
+        items_of(f"{flag} {name}", text)  # refuses empty ones
+        result[name] = value(text)
     return result
 
 
@@ -94,7 +88,8 @@ def flag(key: str, text: str) -> Any:
     Raises:
         UsageError: an alternative is empty.
     """
-    result = value(_filled("--" + key.replace("_", "-"), text))
+    items_of("--" + key.replace("_", "-"), text)  # refuses empty ones
+    result = value(text)
     if key in SEQUENCES and isinstance(result, list):
         return [each if isinstance(each, tuple) else (each,) for each in result]
     return result

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from gcbench.core import registry
 from gcbench.core.compressor import Compressor
 from gcbench.core.errors import UsageError
+from gcbench.core.values import items_of
 from gcbench.training import grid
 
 
@@ -46,10 +47,11 @@ def all_of(specs: str | None, default: Sequence[str] | None = None) -> dict[str,
     Without a list: those of `default`, or else all that are registered.
 
     Raises:
-        UsageError: see `parse`, or a word that comes twice.
+        UsageError: see `parse`, or a word is empty or comes twice.
     """
-    chosen = specs.split(",") if specs else list(default or registry.compressors())
-    words = [word.strip() for word in chosen if word.strip()]
-    if len(set(words)) < len(words) or not words:
+    words = list(default or registry.compressors())
+    if specs is not None:
+        words = items_of("methods", specs)
+    if len(set(words)) < len(words):
         raise UsageError(f"{specs!r}: different methods with commas expected, e.g. none,topk")
     return {word: parse(word) for word in words}

@@ -260,6 +260,33 @@ def test_usage_errors_exit_with_2_and_one_line(run, tmp_path, words, parts):
     assert not list(tmp_path.glob("*/summary.json"))
 
 
+@pytest.mark.parametrize("text", ["{}, ", ""])
+@pytest.mark.parametrize(
+    ("words", "text_of_one"),
+    [
+        (["run", "--compressor"], "none"),
+        (["bandwidth", "--compressor"], "int8"),
+        (["bandwidth", "--collective"], "allgather"),
+        (["bandwidth", "--plain"], "all_reduce"),
+        (["bandwidth", "--sizes"], "4K"),
+        (["predict", "--compressor"], "int8"),
+        (["predict", "--links", "--workers"], "8"),
+        (["advise", "--workers"], "8"),
+        (["histogram", "--compressor"], "int8"),
+        (["histogram", "--seed"], "0"),
+        (["bounds", "--methods"], "int8"),
+        (["netlab", "--", "run", "--compressor"], "none"),
+        (["compare", "--columns"], "accuracy"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value,
+)
+def test_a_list_with_an_empty_item_is_refused(words, text_of_one, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = invoke(*words, text.format(text_of_one))
+    refused(done, 2, "gcbench: usage: ")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there(run):
     refused(run("--device", "cuda"), 2, "device 'cuda': torch sees no CUDA device")

@@ -14,6 +14,7 @@ from gcbench import ops
 from gcbench.core import exchange
 from gcbench.core.compressor import COLLECTIVES
 from gcbench.core.errors import UsageError, unknown
+from gcbench.core.values import items_of
 from gcbench.profile.bandwidth.transfers import BOUNDS, PLAIN, YARDSTICK, Item
 from gcbench.training import configuration, limits, methods, rank
 
@@ -136,12 +137,12 @@ def make(
     if member is None:
         limits.check_workers(workers, processes=True, cores=configuration.cores())
     by_spec = methods.all_of(compressors)
-    named = _names(collectives, ("default",))
+    named = _names("--collective", collectives, ("default",))
     if named not in (("default",), ("all",)):
         for name in named:
             if name not in COLLECTIVES:
                 raise unknown("collective", name, COLLECTIVES, "Or: default, all.")
-    chosen = _names(plain, tuple(PLAIN))
+    chosen = _names("--plain", plain, tuple(PLAIN))
     for name in chosen:
         if name not in PLAIN:
             raise unknown("plain collective", name, PLAIN)
@@ -166,10 +167,9 @@ def make(
     return settings
 
 
-def _names(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the words of a comma-separated list, each once."""
-    words = [word.strip() for word in (text or "").split(",")]
-    return tuple(dict.fromkeys(filter(None, words))) or default
+def _names(flag: str, text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the items of a flag's list, each once; `default` without the flag."""
+    return default if text is None else tuple(dict.fromkeys(items_of(flag, text)))
 
 
 def items(settings: Settings) -> tuple[Item, ...]:
