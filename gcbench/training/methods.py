@@ -51,7 +51,7 @@ def all_of(specs: str | None, default: Sequence[str] | None = None) -> dict[str,
     """
     words = list(default or registry.compressors())
     if specs is not None:
-        words = items_of("methods", specs)
+        words = items_of("--compressor", specs)
     if len(set(words)) < len(words):
         raise UsageError(f"{specs!r}: different methods with commas expected, e.g. none,topk")
     return {word: parse(word) for word in words}

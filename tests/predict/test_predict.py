@@ -1196,7 +1196,7 @@ def test_a_hundred_thousand_workers_take_no_time_to_predict(tmp_path) -> None:
         (["--compute-ms", "0"], "usage: --compute-ms: "),
         (["--module", "torch:nothing_there"], "AttributeError"),
         (["--links", "--link-latency-us", "inf"], "usage: --link-latency-us: "),
-        (["--links", "--compressor", " none ,"], "--compressor"),
+        (["--links", "--compressor", " none "], "--compressor"),
         (["--links", "--model", "resnet50"], "--model"),  # options without effect
         (["--links", "--cluster", "a100x1-10g"], "--cluster"),
         (["--sharded", "--collective", "allgather", "--compressor", "terngrad"], "--collective"),
