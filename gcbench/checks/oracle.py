@@ -151,13 +151,13 @@ def value(
     decoded: Tensor,
     *,
     even: bool = True,
-    again: Callable[[int], Tensor] | None = None,
+    redraw: Callable[[int], Tensor] | None = None,
 ) -> None:
     """Hold a decoded gradient to the claims of the method.
 
     `even`: whether the elements of all workers have similar magnitudes. Otherwise a single draw
-    does not show a bias, unless the method declares its variance. `again`: decodes x encoded with
-    the draws of this number, see `_lasts`.
+    does not show a bias, unless the method declares its variance. `redraw`: decodes x encoded with
+    the draws of this number, see `_confirmed`.
 
     Raises:
         FaultError: the value contradicts a claim.
@@ -180,13 +180,13 @@ def value(
         silent = inputs.per_segment(top < claims.smallest, segments)
         t, e, target, decoded = (y.masked_fill(silent, 0.0) for y in (t, e, target, decoded))
         v = None if v is None else v.masked_fill(silent, 0.0)
-    lasts = partial(_lasts, calls, again)
+    confirmed = partial(_confirmed, calls, redraw)
     if v is None:
         if not even:
             return
         # A code whose levels are g apart has a variance of at most |t| g.
         gap = 2 * float(e.abs().max()) if len(e) else 0.0
-        _along(t, e, t.abs() * gap, 1.0, function, exact=False, lasts=lasts)
+        _along(t, e, t.abs() * gap, 1.0, function, exact=False, confirmed=confirmed)
         return
     sure = v <= 1e-12 * t.square()
     exact = torch.where(sure, target, torch.nan)
@@ -202,7 +202,7 @@ def value(
                 f"element {i:,} of {len(x):,} is {float(decoded[i]):.6g}; the levels around "
                 f"{float(t[i]):.6g} are at most {float(widest[i]):.3g} away",
             )
-    _along(t, e, v, 1.0 if claims.two_levels else None, function, lasts=lasts)
+    _along(t, e, v, 1.0 if claims.two_levels else None, function, confirmed=confirmed)
 
 
 def _along(
@@ -213,7 +213,7 @@ def _along(
     function: str,
     *,
     exact: bool = True,
-    lasts: Callable[..., bool],
+    confirmed: Callable[..., bool],
 ) -> None:
     """Hold the sum of w e with w = t / (t^2 + v) to Bernstein's bound, in each stretch.
 
@@ -232,7 +232,7 @@ def _along(
         part, var = errors[place], spread[place]
         reach = max(most or 0.0, float(part.abs().max()) if most is None and len(part) else 0.0)
         total, limit = float(part.sum()), _by_chance(part, float(var.sum()), reach)
-        if abs(total) > limit and lasts(weighted, place):
+        if abs(total) > limit and confirmed(weighted, place):
             raise FaultError(
                 function,
                 f"not unbiased in {name} of {len(t):,} elements: sum of weighted errors "
@@ -243,7 +243,7 @@ def _along(
         squares, reach = part.square(), max(1.0, reach) ** 2
         total = float((squares - var).sum())
         limit = _by_chance(squares, reach * float(var.sum()), reach)
-        if abs(total) > limit and lasts(weighted, place, var):
+        if abs(total) > limit and confirmed(weighted, place, var):
             raise FaultError(
                 function,
                 f"the variance is not the declared one in {name} of {len(t):,} elements: weighted "
@@ -268,9 +268,9 @@ DOUBTS = 8
 """Inputs that are drawn again in vain; after these, a single draw is known to show nothing."""
 
 
-def _lasts(
+def _confirmed(
     calls: Calls,
-    again: Callable[[int], Tensor] | None,
+    redraw: Callable[[int], Tensor] | None,
     weighted: Callable[[Tensor], Tensor],
     place: slice,
     variance: Tensor | None = None,
@@ -284,17 +284,17 @@ def _lasts(
     shows nothing. If a quarter of the draws send the block, a correct method is refused with a
     probability of 1e-6. Of such a method only the first `DOUBTS` inputs are drawn again.
     """
-    if again is None:
+    if redraw is None:
         return True
     if calls.doubts >= DOUBTS:
         return False
     sums = torch.zeros(REDRAWS, dtype=torch.float64)
     for number in range(REDRAWS):
-        part = weighted(again(number + 1))[place]
+        part = weighted(redraw(number + 1))[place]
         sums[number] = part.sum() if variance is None else (part.square() - variance).sum()
-    lasting = abs(float(sums.mean())) > Z * float(sums.std()) / math.sqrt(REDRAWS)
-    calls.doubts += not lasting
-    return lasting
+    off = abs(float(sums.mean())) > Z * float(sums.std()) / math.sqrt(REDRAWS)
+    calls.doubts += not off
+    return off
 
 
 def _stretches(n: int) -> Iterator[tuple[str, slice]]:

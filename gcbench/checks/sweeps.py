@@ -162,8 +162,8 @@ class Witness:
         if self.family:
             same_bits("decode(encode(x))", decoded + 0.0, x + 0.0, f"x ({self.family})")
             return
-        again = calls.redraws(x, segments, shared, key)
-        oracle.value(calls, x, segments, shared, decoded, again=again)
+        redraw = calls.redraws(x, segments, shared, key)
+        oracle.value(calls, x, segments, shared, decoded, redraw=redraw)
         if calls.method.claims.contractive:
             error = oracle.error_energy(x, decoded)
             bound = oracle.bound_of(calls, x, segments, shared)

@@ -167,7 +167,7 @@ class Trial:
             self._zeros(decoded)
         even = self.case.values in ("normal", "signs") and self.case.spread == "equal scales"
         redraws = calls.redraws(x, segments, shared, key) if self.profile.random else None
-        oracle.value(calls, x, segments, shared, decoded, even=even, again=redraws)
+        oracle.value(calls, x, segments, shared, decoded, even=even, redraw=redraws)
         self.contraction(rank, x, decoded)
         self.exact(x, decoded)
         if "sparse" in self.method.legal_collectives():
