@@ -458,8 +458,8 @@ def main() -> None:
             "cpu_seconds": round(_cpu_seconds() - began, 1),
         }
         print(f"{verdict['outcome']}: {mutant.name}: {verdict['by'][:100]}", flush=True)
-        write(options.output, summary(done, totals, stored.get("reasons", {})))
-    result = summary(done, totals, stored.get("reasons", {}))
+        write(options.output, summary(done, totals, stored.get("reasons", {}), options.share))
+    result = summary(done, totals, stored.get("reasons", {}), options.share)
     write(options.output, result)
     print(page(result))
 
@@ -512,9 +512,12 @@ def _cpu_seconds() -> float:
 
 
 def summary(
-    done: Mapping[str, Any], totals: Mapping[str, int], reasons: Mapping[str, str]
+    done: Mapping[str, Any], totals: Mapping[str, int], reasons: Mapping[str, str], share: float
 ) -> dict[str, Any]:
-    """Return the result as it is stored: counts by file, the survivors, and every mutant."""
+    """Return the result as it is stored: counts by file, the survivors, and every mutant.
+
+    `share`: the share of each file's mutants that was asked for.
+    """
     files: dict[str, dict[str, int]] = {}
     for each in done.values():
         file = each["mutant"].partition(":")[0]
@@ -528,7 +531,7 @@ def summary(
     killed = sum(counts["killed"] for counts in files.values())
     survived = sum(counts["survived"] + counts["undecided"] for counts in files.values())
     return {
-        "command": "make mutants",
+        "command": f"make mutants SHARE={share:g}",
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores; one thread",
         "torch": torch.__version__,

@@ -31,14 +31,14 @@ def text(value: Any) -> str:
     return (value if isinstance(value, str) else json.dumps(value, default=str)).replace(" ", "")
 
 
-def items_of(flag: str, text: str) -> list[str]:
+def items_of(flag: str, listing: str) -> list[str]:
     """Return the items of a comma-separated list, without the spaces around them.
 
     Raises:
         UsageError: an item is empty; the message names `flag`.
     """
-    items = [item.strip() for item in text.split(",")]
+    items = [item.strip() for item in listing.split(",")]
     if not all(items):
-        remedy = "remove the extra comma" if "," in text else "leave it out"
-        raise UsageError(f"{flag} {text!r}: a value is empty; fill it, or {remedy}")
+        remedy = "remove the extra comma" if "," in listing else "leave it out"
+        raise UsageError(f"{flag} {listing!r}: a value is empty; fill it, or {remedy}")
     return items

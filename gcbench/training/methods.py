@@ -49,9 +49,8 @@ def all_of(specs: str | None, default: Sequence[str] | None = None) -> dict[str,
     Raises:
         UsageError: see `parse`, or a word is empty or comes twice.
     """
-    words = list(default or registry.compressors())
-    if specs is not None:
-        words = items_of("--compressor", specs)
+    names = default or registry.compressors()
+    words = list(names) if specs is None else items_of("--compressor", specs)
     if len(set(words)) < len(words):
         raise UsageError(f"{specs!r}: different methods with commas expected, e.g. none,topk")
     return {word: parse(word) for word in words}

@@ -77,9 +77,9 @@ def listed(text: str) -> tuple[int, ...]:
     """Return the sizes of a comma-separated list in bytes, multiples of 4, ascending.
 
     Raises:
-        UsageError: an entry is not a size, or below 4 bytes.
+        UsageError: an entry is empty, not a size, or below 4 bytes.
     """
-    sizes = sorted({size_of(word) // 4 * 4 for word in text.split(",")})
+    sizes = sorted({size_of(word) // 4 * 4 for word in items_of("--sizes", text)})
     if sizes[0] < 4:
         raise UsageError(f"--sizes {text}: use at least 4 bytes, the size of a float")
     return tuple(sizes)
