@@ -600,10 +600,7 @@ def rows(
     firsts = [group[0] for group in groups.values()]
     varying = _varying([run.config for run in firsts])
     of_budget = [key for key in varying if key not in METHOD_KEYS | choices]
-    context = sorted(of_budget, key=_context_order)
-    columns_of = [_equalized([run.config.get(key) for run in firsts]) for key in context]
-    contexts = [dict(zip(context, values, strict=True)) for values in zip(*columns_of, strict=True)]
-    contexts = contexts or [{} for _ in firsts]
+    contexts = _contexts(firsts, sorted(of_budget, key=_context_order))
     chosen = [key for key in varying if key in choices]
 
     per_run = seeds.per_run([run for group in groups.values() for run in group], metrics, target)
@@ -650,6 +647,34 @@ def rows(
             row.method,
         ),
     )
+
+
+def _contexts(runs: Sequence[Run], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the values of the settings `keys` for each run, with `task_options` by field."""
+    columns: dict[str, list[Any]] = {}
+    for key in keys:
+        values = _equalized([run.config.get(key) for run in runs])
+        columns |= _task_columns(runs, values) if key == "task_options" else {key: values}
+    return [{key: column[i] for key, column in columns.items()} for i in range(len(runs))]
+
+
+def _task_columns(runs: Sequence[Run], options: list[Any]) -> dict[str, list[Any]]:
+    """Return the task's fields in which runs of one task differ, defaults included.
+
+    `options`: the fields that each run was given. They have a column of their own if the fields do
+    not distinguish all of them, as where one run was given a default. "-": not recorded.
+    """
+    tasks = [run.summary.task for run in runs]
+    values_of = [fields_of("task", run.summary) for run in runs]
+    settings = {name for run in runs for name in settings_of(run)}
+    columns: dict[str, list[Any]] = {}
+    for field in dict.fromkeys(chain.from_iterable(one or {} for one in options)):
+        values = _equalized([one.get(field, "-") for one in values_of])
+        if len({canonical(pair) for pair in zip(tasks, values, strict=True)}) > len(set(tasks)):
+            columns[f"task.{field}" if f"task.{field}" in settings else field] = values
+    apart = {canonical(one) for one in zip(tasks, *columns.values(), strict=True)}
+    wanted = {canonical(one) for one in zip(tasks, options, strict=True)}
+    return columns if len(apart) == len(wanted) else {**columns, "task_options": options}
 
 
 def _phases(runs: Sequence[Run]) -> dict[str, None]:
