@@ -704,8 +704,9 @@ def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) ->
         return f"unclear whether {_by(row)} pays. {_basis_text(row)} {reason}"
     if row := first.get(UNTESTED):
         inputs = f" on {prepared.network.inputs}" * bool(prepared.network.inputs)
-        text = f"no method that gains has accuracy runs{inputs} with its collective. {_by(row)}, "
-        return f"{text}accuracy {row['accuracy']}. {_how_to_train(prepared, row)}"
+        lose = f", or loses more than {_allowed(settings)}" if LOSES in first else ""
+        text = f"every method that gains has no accuracy runs{inputs} with its collective{lose}."
+        return f"{text} {_by(row)}, accuracy {row['accuracy']}. {_how_to_train(prepared, row)}"
     if row := first.get(LOSES):
         text = f"every method that gains loses more than {_allowed(settings)}"
         return f"{text} ({_by(row)}, {row['evidence']}: {row['accuracy']})."

@@ -1,12 +1,13 @@
 """Accuracy that methods lose, from rows of runs made by `gcbench help protocol`.
 
-A run counts if it was made for a suite, held examples out for validation, and evaluated the test
-split only after its last step. A row counts if at least `LEAST_SEEDS` of its seeds are also in the
-uncompressed row of equal budget, or diverged. It does not count if the suite's trials chose other
-settings for the method, or while they have not chosen those of the uncompressed row. While they
-have not chosen the method's (an open row), it counts for the method and not against it. The loss is
-the accuracy of `none` minus that of the method (or its test loss minus that of `none`), the mean
-over paired seeds with the 95 % interval of Student's t.
+A run counts if it was made for a suite, if validation examples chose its settings (it held them
+out, or its suite's trials did), and if it evaluated the test split only after its last step. A row
+counts if at least `LEAST_SEEDS` of its seeds are also in the uncompressed row of equal budget, or
+diverged. It does not count if the suite's trials chose other settings for the method, or while they
+have not chosen those of the uncompressed row. While they have not chosen the method's (an open
+row), it counts for the method and not against it. The loss is the accuracy of `none` minus that of
+the method (or its test loss minus that of `none`), the mean over paired seeds with the 95 %
+interval of Student's t.
 """
 
 from __future__ import annotations
@@ -255,15 +256,16 @@ def _of_suite(
     the runs that are not evidence, by reason.
     """
     runs, selected = groups[name], []
+    plain = name.partition("/")[0]
+    suite = suites.load(plain) if plain in suites.names() else None
+    chosen_by_trials = suite is not None and suite.tune is not None and suite.tune.holdout
     for run in runs:
         if run.is_trial:
             excluded["trials of learning rates"] += 1
-        elif not run.config.get("holdout"):
+        elif not (run.config.get("holdout") or chosen_by_trials):
             excluded["without a holdout"] += 1
         else:
             selected.append(run)
-    plain = name.partition("/")[0]
-    suite = suites.load(plain) if plain in suites.names() else None
     beside, choices, preferred = None, frozenset[str](), frozenset[str]()
     if suite is not None:
         choices = suite.choices

@@ -224,6 +224,12 @@ def test_tasks_without_an_accuracy_are_judged_by_their_loss(tmp_path: Path) -> N
     assert row.get("accuracy_difference") is None
 
 
+def test_an_answer_without_a_method_names_the_two_reasons(tmp_path: Path, stored: Path) -> None:
+    """QSGD lost too much, and top-k was not run."""
+    answer = advise(tmp_path, "--compressor", "qsgd,topk", "--runs", stored)["answer"][0]
+    assert "has no accuracy runs on images with its collective, or loses more than 1 p" in answer
+
+
 @pytest.mark.parametrize(
     ("change", "suite", "reason"),
     [
@@ -248,6 +254,18 @@ def test_runs_outside_the_protocol_do_not_count(tmp_path, change, suite, reason)
     assert reason in conclusions(result)
 
 
+def test_runs_without_a_holdout_count_if_trials_with_one_chose_their_settings(tmp_path) -> None:
+    suite = suites.load("nanogpt")
+    assert suite.tune is not None
+    assert suite.tune.holdout
+    runs = [*plain(), *lost("terngrad", [0.03, 0.03, 0.03])]
+    for one in runs:
+        one["config"]["holdout"] = 0
+    path = write(tmp_path / "r.parquet", runs, suite.label())
+    row = methods(advise(tmp_path, *ALONE, "--runs", path))["terngrad"]
+    assert (row["advice"], row["results"]) == ("loses too much", 1)
+
+
 @pytest.mark.parametrize(("seeds", "count"), [(1, 0), (2, 0), (3, 1)])
 def test_fewer_than_three_seeds_do_not_count(tmp_path: Path, seeds: int, count: int) -> None:
     """However much they lost: never "too costly" from one seed."""
@@ -263,7 +281,7 @@ def test_committed_rows_below_the_folder_are_read(tmp_path: Path, monkeypatch) -
     result = advise(tmp_path, "--workers", 4)
     assert "No results were read" in conclusions(result)
     assert {row["advice"] for row in methods(result).values()} == {"untested"}
-    assert "no method that gains has accuracy runs" in result["answer"][0]
+    assert "every method that gains has no accuracy runs" in result["answer"][0]
     write(Path("results/reference/main.parquet"), [*plain(), *lost("qsgd", [0.0] * 3)])
     write(Path("results/reference/other.parquet"), lost("terngrad", [0.0] * 3))
     write_runs(Path("results/runs"), run("topk", 0, 0.9))
