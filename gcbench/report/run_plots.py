@@ -125,6 +125,21 @@ def _quality(
     return marks
 
 
+def _curve(row: ComparisonRow) -> tuple[list[int], list[list[float]]]:
+    """Return the steps that all seeds evaluated, until one diverged, and the metric at each."""
+    accuracy = row.metric == "accuracy"
+    read = [curve(run, "accuracy" if accuracy else "loss") for run in row.runs[:MOST_SEEDS]]
+    curves = [points for points in read if points]
+    steps, table = [], []
+    for step in sorted(set.intersection(*map(set, curves)) if curves else ()):
+        values = [(100 if accuracy else 1) * points[step] for points in curves]
+        if not all(map(math.isfinite, values)):
+            break
+        steps.append(step)
+        table.append(values)
+    return steps, table
+
+
 def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[str, Any]]) -> None:
     """Draw the mean of the metric over steps, with the range of the seeds around it.
 
@@ -135,20 +150,12 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
     drawn: list[float] = []
     late: list[float] = []
     bare = []
-    for number, row in enumerate(panel, 1):
+    curves = [_curve(row) for row in panel]
+    single = all(len(steps) < 2 for steps, _ in curves)
+    for number, (row, (steps, table)) in enumerate(zip(panel, curves, strict=True), 1):
         name = f"{number}  {_shown(row)}" if numbered else _shown(row)
-        runs = row.runs[:MOST_SEEDS]
-        read = [curve(run, "accuracy" if accuracy else "loss") for run in runs]
-        curves = [points for points in read if points]
         style = styles[_label(row)]
-        steps, table = [], []
-        for step in sorted(set.intersection(*map(set, curves)) if curves else ()):
-            values = [(100 if accuracy else 1) * points[step] for points in curves]
-            if not all(map(math.isfinite, values)):
-                break
-            steps.append(step)
-            table.append(values)
-        if not steps:
+        if single or not steps:
             bare.append(axes.plot([], [], label=sanitize.label(name), **style)[0])
             continue
         mean = [sum(values) / len(values) for values in table]
@@ -171,7 +178,7 @@ def _curves(axes: Axes, panel: Sequence[ComparisonRow], styles: dict[str, dict[s
     axes.set_ylabel(f"{splits} accuracy (%)" if accuracy else f"{splits} loss")
     for line in bare if drawn else ():
         line.set_label(f"{line.get_label()} (no curve)")
-    if not drawn:  # rows of a file have no metrics
+    if not drawn:  # as where rows have only a result, or one evaluation
         axes.set_axis_off()
         axes.set_title("", loc="left")
     axes.legend(

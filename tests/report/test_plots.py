@@ -68,6 +68,12 @@ def test_beside_curves_the_legend_is_narrow(panels, tmp_path: Path, rows: list) 
     assert legend[1] - legend[0] < 0.13
 
 
+def test_one_evaluation_is_no_curve(drawn) -> None:
+    """The runs of scale were evaluated once, those of converged every five epochs."""
+    assert not any(axes.axison for axes in drawn(load([REFERENCE / "scale.parquet"])).axes[1::2])
+    assert all(axes.axison for axes in drawn(load([REFERENCE / "converged.parquet"])).axes[1::2])
+
+
 def test_one_row_of_panels_with_curves_keeps_the_halves(panels, tmp_path: Path) -> None:
     """Rows of a file beside runs: those have no curve, and the axes stay."""
     (tmp_path / "rows.json").write_text(json.dumps([summary("terngrad", 0, 0.9)]))
