@@ -364,7 +364,8 @@ _LOST = ("lost", "lost_low", "lost_high")
 
 def _allowed(settings: Settings) -> str:
     loss = f"{settings.tolerance_loss:g} of test loss"
-    return f"{100 * settings.tolerance:g} points of accuracy or {loss}"
+    points = 100 * settings.tolerance
+    return f"{points:g} point{'s' * (points != 1)} of accuracy or {loss}"
 
 
 def _rows(settings: Settings, prepared: Prepared, losses: LossesBySteps) -> list[Row]:
@@ -704,9 +705,13 @@ def _why_text(settings: Settings, prepared: Prepared, methods: Sequence[Row]) ->
         return f"unclear whether {_by(row)} pays. {_basis_text(row)} {reason}"
     if row := first.get(UNTESTED):
         inputs = f" on {prepared.network.inputs}" * bool(prepared.network.inputs)
-        lose = f", or loses more than {_allowed(settings)}" if LOSES in first else ""
-        text = f"every method that gains has no accuracy runs{inputs} with its collective{lose}."
-        return f"{text} {_by(row)}, accuracy {row['accuracy']}. {_how_to_train(prepared, row)}"
+        text = f"no method that gains has accuracy runs{inputs} with its collective"
+        if LOSES in first:
+            text = (
+                f"the methods that gain lose more than {_allowed(settings)}, or have no accuracy "
+                f"runs{inputs} with their collective"
+            )
+        return f"{text}. {_by(row)}, accuracy {row['accuracy']}. {_how_to_train(prepared, row)}"
     if row := first.get(LOSES):
         text = f"every method that gains loses more than {_allowed(settings)}"
         return f"{text} ({_by(row)}, {row['evidence']}: {row['accuracy']})."

@@ -227,7 +227,8 @@ def test_tasks_without_an_accuracy_are_judged_by_their_loss(tmp_path: Path) -> N
 def test_an_answer_without_a_method_names_the_two_reasons(tmp_path: Path, stored: Path) -> None:
     """QSGD lost too much, and top-k was not run."""
     answer = advise(tmp_path, "--compressor", "qsgd,topk", "--runs", stored)["answer"][0]
-    assert "has no accuracy runs on images with its collective, or loses more than 1 p" in answer
+    assert "the methods that gain lose more than" in answer
+    assert "or have no accuracy runs on images with their collective" in answer
 
 
 @pytest.mark.parametrize(
@@ -281,7 +282,7 @@ def test_committed_rows_below_the_folder_are_read(tmp_path: Path, monkeypatch) -
     result = advise(tmp_path, "--workers", 4)
     assert "No results were read" in conclusions(result)
     assert {row["advice"] for row in methods(result).values()} == {"untested"}
-    assert "every method that gains has no accuracy runs" in result["answer"][0]
+    assert "no method that gains has accuracy runs" in result["answer"][0]
     write(Path("results/reference/main.parquet"), [*plain(), *lost("qsgd", [0.0] * 3)])
     write(Path("results/reference/other.parquet"), lost("terngrad", [0.0] * 3))
     write_runs(Path("results/runs"), run("topk", 0, 0.9))
