@@ -109,6 +109,8 @@ def _lines(rows: Sequence[ComparisonRow], key: str, trials: bool) -> list[Line]:
         return min(map(behind, line.rows.values()))
 
     left_out = {"seed", key} | (OF_TRIALS if trials else set())
+    if all(row.rate in ("tuned", "edge") for row in rows):
+        left_out.add("lr")  # the trials of each value chose it
     methods: dict[str, dict[str, dict[str, ComparisonRow]]] = {}
     """Compressor -> its other settings -> value -> row."""
     for value, group in compare.by(rows, key).items():

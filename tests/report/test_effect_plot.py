@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,20 @@ def run(name: str, seed: int, accuracy: float, momentum: float, **config: Any) -
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function: runs -> {line: {value: (x, half of the interval)}}, in order."""
+    """Return a function: runs -> {line: {value: (x, half of the interval)}}, in order.
 
-    def of(runs: list[dict[str, Any]], key: str = "momentum") -> dict[str, dict[str, Any]]:
+    `rates`: how a suite chose the rate of each row.
+    """
+
+    def of(
+        runs: list[dict[str, Any]], key: str = "momentum", rates: tuple[str, ...] = ()
+    ) -> dict[str, dict[str, Any]]:
         figures_drawn: list[Any] = []
         monkeypatch.setattr(figures, "save", lambda figure, path: figures_drawn.append(figure))
         unique = [{**one, "config_hash": str(place)} for place, one in enumerate(runs)]
         (tmp_path / "rows.json").write_text(json.dumps(unique))
         rows = compare.rows(load([tmp_path / "rows.json"]))
+        rows = [replace(row, rate=rate) for row, rate in zip_longest(rows, rates)]
         effect_plot.draw(rows, key, "title", tmp_path / "x.png")
         (figure,) = figures_drawn
         (axes,) = figure.axes
@@ -107,6 +115,14 @@ def test_of_trials_the_best_rate_counts_by_its_first_seed(drawn: Any) -> None:
     best, other = lines.items()
     assert best[1] == {"momentum=0": (65.0, 0.0), "momentum=0.9": (75.0, 0.0)}
     assert other == ("topk memory=dgc", {"momentum=0": (72.0, 0.0)})
+
+
+def test_rates_that_trials_chose_do_not_divide_a_method(drawn: Any) -> None:
+    runs = [run("topk", 0, 0.9, 0.0, lr=0.3), run("topk", 0, 0.8, 0.9, lr=0.03)]
+    assert len(drawn(runs, rates=("tuned", "edge"))["topk"]) == 2
+    for rate in ("untuned", "open"):
+        with pytest.raises(UsageError, match="momentum"):
+            drawn(runs, rates=("tuned", rate))
 
 
 def test_a_setting_with_one_value_is_refused(drawn: Any) -> None:
