@@ -616,7 +616,7 @@ class Trainer:
                 records and the last checkpoint remain.
         """
         config = self.config
-        self._resume()
+        self.resume()
         if len(self.world.ranks) < self.world.size:
             facts = {
                 "data (SHA-256)": preflight.digest(self.train, self.validation, self.test),
@@ -716,7 +716,12 @@ class Trainer:
             }
         )
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Continue from the run's last checkpoint; without one, from the start.
+
+        Raises:
+            GcbenchError: the checkpoint cannot be read, or is of another run.
+        """
         state = self.run.checkpoint(self._tell)
         if state is None:
             return

@@ -16,6 +16,7 @@ Source: Bernstein et al. 2018, arXiv:1802.04434, figure 1.
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ from gcbench.checks.bounds.training import trainer_of
 from gcbench.core.errors import UsageError
 from gcbench.core.progress import Observer
 from gcbench.core.values import finite
+from gcbench.core.writing import explained
 from gcbench.report import figures, verdicts
 from gcbench.report.analysis import Analysis, Ledger, Row, Table
 from gcbench.report.verdicts import Claim
@@ -125,9 +127,7 @@ def run(
         def report(step: int, seed: int = seed, before: int = before) -> None:
             observer.step(before + step, f"seed {seed}, step {step}")
 
-        if (key := f"seed {seed}") not in ledger:
-            ledger[key] = _train(settings, seed, ledger.path.parent, data_dir, report)
-        rows += [{"seed": seed, **row} for row in ledger[key]]
+        rows += _train(settings, seed, ledger, data_dir, report)
     observer.step(steps(settings), "done")
     return result(
         KIND,
@@ -146,25 +146,35 @@ def run(
 def _train(
     settings: Settings,
     seed: int,
-    folder: Path,
+    ledger: Ledger,
     data_dir: Path | None,
     report: Callable[[int], None],
 ) -> list[Row]:
-    """Return one row per snapshot of one training; `report` is called with each step."""
-    config = settings.config(seed)
-    looked_at = settings.snapshot_steps()
-    plan = Plan(every=config.steps, snapshots=(), batches=settings.batches, wanted=bool)
-    watch = Watch(plan)
-    rows: list[Row] = []
-    with trainer_of(config, folder, data_dir) as training:
-        watch.start(training)
-        for step in range(looked_at[-1] + 1):
-            report(step)
-            if step in looked_at:
-                rows.append({"step": step, **look(watch.drawn(step), settings.batches)})
-            if step < looked_at[-1]:
-                training.train_step()
-    return rows
+    """Return one row per snapshot of one training; `report` is called with each step.
+
+    Each row is in the ledger and followed by a checkpoint, from which a repeated command continues.
+    """
+    keys = {step: f"seed {seed}, step {step}" for step in settings.snapshot_steps()}
+    if not all(key in ledger for key in keys.values()):
+        folder = ledger.path.parent / f"seed-{seed}"
+        if ledger.afresh and folder.exists():
+            shutil.rmtree(folder)
+        with explained(folder):
+            folder.mkdir(exist_ok=True)
+        watch = Watch(Plan(settings.steps, snapshots=(), batches=settings.batches, wanted=bool))
+        with trainer_of(settings.config(seed), folder, data_dir) as trainer:
+            trainer.resume()
+            watch.start(trainer)
+            for step in range(trainer.step, max(keys) + 1):
+                report(step)
+                if step in keys:
+                    if keys[step] not in ledger:
+                        ledger[keys[step]] = look(watch.drawn(step), settings.batches)
+                    trainer.save()
+                if step < max(keys):
+                    trainer.train_step()
+        shutil.rmtree(folder)
+    return [{"seed": seed, "step": step, **ledger[key]} for step, key in keys.items()]
 
 
 def look(drawn: Any, batches: int) -> Row:

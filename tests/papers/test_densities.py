@@ -14,6 +14,7 @@ from commands import invoke as run
 from gcbench.checks.bounds.observe import density
 from gcbench.core.errors import UsageError
 from gcbench.report import analysis as measuring
+from gcbench.training.train import Trainer
 
 invoke = partial(run, main=partial(_paper.main, densities))
 
@@ -155,25 +156,34 @@ def test_fisher_is_finite_for_perfect_lines():
 
 
 def test_what_was_trained_before_a_stop_is_kept_and_dated(tmp_path, monkeypatch):
-    """The second of two seeds ends the command; the next one trains that seed alone."""
-    words = ("--steps", 4, "--snapshots", 2, "--batches", 8, "--seed", "0,1")
-    train, seeds, times = densities._train, [], iter(range(100))
+    """The last of six snapshots ends the command; the next one trains from the fifth."""
+    words = ("--steps", 7, "--snapshots", 3, "--batches", 8, "--seed", "0,1", "--json", "--results")
+    whole = invoke(*words, tmp_path / "whole").json["tables"]
+    step, look, steps, looks, times = Trainer.train_step, densities.look, [], [], iter(range(100))
 
-    def trained(settings, seed, *others):
-        seeds.append(seed)
-        if len(seeds) == 2:
+    def counted(trainer):
+        steps.append(trainer.step)
+        return step(trainer)
+
+    def stopped(*arguments):
+        looks.append(steps[-1] if steps else None)
+        if len(looks) == 6:
             raise UsageError("stopped")
-        return train(settings, seed, *others)
+        return look(*arguments)
 
-    monkeypatch.setattr(densities, "_train", trained)
+    monkeypatch.setattr(Trainer, "train_step", counted)
+    monkeypatch.setattr(densities, "look", stopped)
     monkeypatch.setattr(measuring, "now", lambda: f"{next(times):03}")
-    assert "stopped" in invoke(*words, "--results", tmp_path).err
+    assert "stopped" in invoke(*words, tmp_path).err
+    assert steps == [*range(6), *range(6)]
     monkeypatch.setattr(measuring, "code", lambda module: "other")
-    done = invoke(*words, "--results", tmp_path, "--json")
-    assert seeds == [0, 1, 1]
+    done = invoke(*words, tmp_path)
+    assert (steps[12:], len(looks)) == ([3, 4, 5], 7)
+    assert done.json["tables"] == whole
     assert done.json["provenance"]["started"] == "000"
     assert "made by another version of the code; --force" in done.err
-    again = invoke(
-        *words, "--results", tmp_path, "--json"
-    )  # of which a part still is the old one's
+    again = invoke(*words, tmp_path)  # its first part is still the old code's
     assert "is finished, made by another version of the code; --force" in again.err
+    invoke(*words, tmp_path, "--force")
+    assert (len(steps), len(looks)) == (27, 13)
+    assert not [*tmp_path.glob("densities-*/seed-*")]

@@ -166,9 +166,9 @@ def test_a_run_with_torchs_powersgd_is_not_resumed_without_its_residuals(tmp_pat
     config = Config.make(settings)
     DdpTrainer(config, simulated(1), run, Options()).save()
     with pytest.raises(GcbenchError, match="--force"):
-        DdpTrainer(config, simulated(1), run, Options())._resume()
+        DdpTrainer(config, simulated(1), run, Options()).resume()
     plain = Config.make({**settings, "compressor": "none"})
-    DdpTrainer(plain, simulated(1), run, Options())._resume()
+    DdpTrainer(plain, simulated(1), run, Options()).resume()
 
 
 REFUSED = {

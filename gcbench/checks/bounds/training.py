@@ -53,7 +53,7 @@ def trainer_of(
 ) -> Iterator[Trainer]:
     """Yield a trainer of simulated workers on the CPU; its world is closed at the end.
 
-    `folder`: the trainer requires one, but nothing is saved there. `on_bucket`: see `Options`.
+    `folder`: of the trainer's checkpoints, if it is asked to save any. `on_bucket`: see `Options`.
     """
     threads = configuration.threads_per_worker(config)
     parallel = min(config.workers, max(1, configuration.cores() // threads))
