@@ -371,7 +371,7 @@ def test_force_keeps_the_earlier_results_until_the_first_step(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("gcbench.training.train.Trainer._resume", before_the_first_step)
+        patch.setattr("gcbench.training.train.Trainer.resume", before_the_first_step)
         assert invoke(*settings, "--force").code == code
         assert files() == before
         (run / "earlier").mkdir()  # as a process leaves it that was killed before its first step

@@ -169,7 +169,7 @@ def test_a_run_that_starts_again_keeps_nothing_of_the_old_one(run, tmp_path, lin
     """From its first step on: an attempt that fails before deletes nothing."""
     run("--sink", "lines")
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_resume", unreadable)
+        patch.setattr(Trainer, "resume", unreadable)
         assert run("--force").code == 1
     assert received(the_run(tmp_path)) == the_run(tmp_path).records()
     run("--force")
