@@ -38,8 +38,8 @@ def draw(rows: Sequence[ComparisonRow], key: str, title: str, path: Path) -> Non
     Each line is a method, with a mark for each value of the setting `key`; the x axis has the
     accuracy or loss. If there are trials, a mark is the best of their rates, on validation examples
     and by the first seed; else the mean over seeds on the test split, with its 95 % interval. A
-    method with one value is drawn if others of its compressor have several. Of many lines the first
-    `MOST` are drawn.
+    method with one value is drawn if others of its compressor have several. Rates that a suite's
+    trials chose do not divide a method. Of many lines the first `MOST` are drawn.
 
     Raises:
         UsageError: another ending, no such setting, rows of several tasks, or no method with two

@@ -157,9 +157,9 @@ def _train(
     keys = {step: f"seed {seed}, step {step}" for step in settings.snapshot_steps()}
     if not all(key in ledger for key in keys.values()):
         folder = ledger.path.parent / f"seed-{seed}"
-        if ledger.afresh and folder.exists():
-            shutil.rmtree(folder)
         with explained(folder):
+            if ledger.afresh and folder.exists():
+                shutil.rmtree(folder)
             folder.mkdir(exist_ok=True)
         watch = Watch(Plan(settings.steps, snapshots=(), batches=settings.batches, wanted=bool))
         with trainer_of(settings.config(seed), folder, data_dir) as trainer:
