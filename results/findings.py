@@ -1,9 +1,12 @@
-"""Print the findings, or the five sentences that README quotes, from claims.yaml and the rows.
+"""Print the findings, or a text for another page, from claims.yaml and the rows.
 
-python results/findings.py [--readme]
+python results/findings.py [--readme | NAME]
 
-A value of claims.yaml is either a row of a suite (`suite`, `where`), with its difference from fp32,
-or, with `minus`, from another row; or a cell of an analysis' table (`file`, `table`, `columns`).
+--readme: the five sentences that README quotes; NAME: the text of that name.
+
+A value of claims.yaml is either a row of a suite (`suite`, `where`), with its difference from fp32;
+from another row with `minus`; from another row's difference from fp32, at another budget, with
+`beyond`; or a cell of an analysis' table (`file`, `table`, `columns`).
 Square brackets are 95 % intervals, by the rules of `gcbench compare`. A measurement without an
 interval decides no claim; what is counted or computed, such as bytes, is `exact`.
 """
@@ -122,24 +125,42 @@ def _setting(row: compare.ComparisonRow, key: str) -> str:
     return text(compare.settings_of(row.runs[0]).get(key))
 
 
-def _difference(
-    row: compare.ComparisonRow, other: compare.ComparisonRow | None, scale: float, digits: int
+def _from_baseline(row: compare.ComparisonRow, scale: float, digits: int) -> Measured:
+    """Return the mean paired difference from the row's baseline."""
+    limits = [row.difference, row.difference_low, row.difference_high]
+    value, low, high = (math.nan if one is None else scale * one for one in limits)
+    return Measured(value, low, high, row.pairs, digits, diverged=len(row.failed))
+
+
+def _paired(
+    row: compare.ComparisonRow, others: Sequence[Mapping[int, float]], scale: float, digits: int
 ) -> Measured:
-    """Return the mean paired difference from another row, by default from the row's baseline."""
+    """Return the mean over common seeds of a row's value less the sum of the others' values."""
     failed = len(row.failed)
-    if other is None:
-        limits = [row.difference, row.difference_low, row.difference_high]
-        value, low, high = (math.nan if one is None else scale * one for one in limits)
-        return Measured(value, low, high, row.pairs, digits, diverged=failed)
-    pairs = [row.values[seed] - other.values[seed] for seed in row.values if seed in other.values]
+    seeds = [seed for seed in row.values if all(seed in other for other in others)]
+    pairs = [row.values[seed] - sum(other[seed] for other in others) for seed in seeds]
     if failed and len(pairs) < 2:
         return Measured(math.nan, n=len(pairs), diverged=failed)
     if len(pairs) < 2:
-        raise UsageError(f"{row.method} and {other.method}: fewer than two seeds in common")
+        raise UsageError(f"{row.method}: fewer than two seeds in common with what it is paired to")
     mean, sd = statistics.fmean(pairs), statistics.stdev(pairs)
     examples = math.nan if row.examples is None else row.examples
     half = float(half_interval(sd, len(pairs), mean, examples))
     return _around(mean, half, scale, len(pairs), digits)._replace(diverged=failed)
+
+
+def _baseline(
+    row: compare.ComparisonRow, rows: Sequence[compare.ComparisonRow]
+) -> dict[int, float]:
+    """Return the values, by seed, of fp32 at the budget of a row.
+
+    Raises:
+        UsageError: not one row is fp32's.
+    """
+    values = [one.values for one in rows if one.is_baseline and one.context == row.context]
+    if len(values) != 1:
+        raise UsageError(f"{row.method} {row.place}: {len(values)} rows of fp32, not 1")
+    return dict(values[0])
 
 
 def _around(mean: float, half: float, scale: float, n: int, digits: int) -> Measured:
@@ -159,29 +180,46 @@ def of_rows(spec: Mapping[str, Any]) -> list[Measured]:
     if not rows:
         return []
     result = select(rows, spec["where"])
-    other = None
-    if "minus" in spec:
-        (other,) = select(rows, spec["minus"])
     scale, digits = (100.0, 2) if result[0].metric == "accuracy" else (1.0, 3)
     if spec.get("several"):
-        return [_difference(row, None, scale, digits) for row in result if not row.is_baseline]
+        return [_from_baseline(row, scale, digits) for row in result if not row.is_baseline]
     if len(result) > 1:
         names = "; ".join(row.method for row in result)
         raise UsageError(f"{text(dict(spec['where']))} selects {len(result)} rows: {names}")
-    return [_of_row(spec, result[0], other, scale, digits)]
+    others = _others(spec, result[0], rows)
+    return [_of_row(spec, result[0], others, scale, digits)]
+
+
+def _others(
+    spec: Mapping[str, Any], row: compare.ComparisonRow, rows: Sequence[compare.ComparisonRow]
+) -> list[Mapping[int, float]]:
+    """Return what to subtract from a row's values, by seed; nothing: its baseline."""
+    if "minus" in spec:
+        (other,) = select(rows, spec["minus"])
+        return [other.values]
+    if "beyond" in spec:
+        (other,) = select(rows, spec["beyond"])
+        before = _baseline(other, rows)
+        change = {
+            seed: other.values[seed] - before[seed] for seed in other.values if seed in before
+        }
+        return [_baseline(row, rows), change]
+    return []
 
 
 def _of_row(
     spec: Mapping[str, Any],
     row: compare.ComparisonRow,
-    other: compare.ComparisonRow | None,
+    others: Sequence[Mapping[int, float]],
     scale: float,
     digits: int,
 ) -> Measured:
     """Return the quantity of a row that a value of claims.yaml stands for."""
     match spec.get("quantity", "difference"):
         case "difference":
-            return _difference(row, other, scale, digits)
+            if others:
+                return _paired(row, others, scale, digits)
+            return _from_baseline(row, scale, digits)
         case "ratio_up":
             return Measured(row.payload_ratio_up or math.nan, n=row.n, exact=True)
         case "ratio_down":
@@ -275,6 +313,8 @@ def main() -> None:
         print("\n".join(_wrapped(_filled(e["text"], e), f"{i}. ") for i, e in enumerate(quoted, 1)))
     elif not sys.argv[1:]:
         print("\n".join(page(document)))
+    elif len(sys.argv) == 2 and (entry := document["texts"].get(sys.argv[1])):
+        print(_wrapped(_filled(entry["text"], entry), ""))
     else:
         sys.exit(__doc__)
 

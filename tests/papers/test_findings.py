@@ -127,12 +127,40 @@ def test_rows_of_another_version_decide_no_claim(findings, monkeypatch, tmp_path
 def test_a_paired_difference_has_the_interval_of_its_seeds(findings):
     row = SimpleNamespace(method="a", values={0: 0.5, 1: 0.7, 2: 0.6}, examples=None, failed=())
     other = SimpleNamespace(method="b", values={0: 0.4, 1: 0.5, 2: 0.3, 3: 0.0})
-    result = findings._difference(row, other, 100.0, 2)
+    result = findings._paired(row, [other.values], 100.0, 2)
     half = 4.302653 * 0.1 / math.sqrt(3)  # t of 2 degrees of freedom; differences .1, .2, .3
     assert result.n == 3
     assert (result.value, result.low, result.high) == pytest.approx(
         (20.0, 20 - 100 * half, 20 + 100 * half), rel=1e-5
     )
+
+
+def trained(method, width, values):
+    """Return a row of losses: seeds by their value, and a budget of one width."""
+    shown = {"method": method, "is_baseline": method == "none", "context": {"width": width}}
+    run = SimpleNamespace(width=width)
+    more = {"metric": "test_loss", "examples": None, "failed": (), "place": f"width={width}"}
+    return SimpleNamespace(values=dict(enumerate(values)), runs=[run], **shown, **more)
+
+
+def test_a_change_with_size_is_paired_with_fp32_of_each_size(findings, monkeypatch):
+    """Beyond the small size: (2.5 - 2.0) - (3.2 - 3.0) = .3, and .1 and .2 for other seeds."""
+    rows = [
+        trained("none", 1, [3.0, 3.0, 3.0]),
+        trained("topk", 1, [3.2, 3.2, 3.2]),
+        trained("none", 2, [2.0, 2.1, 2.2]),
+        trained("topk", 2, [2.5, 2.4, 2.6]),
+    ]
+    settings = {id(row.runs[0]): {"method": row.method, **row.context} for row in rows}
+    monkeypatch.setattr(findings.compare, "settings_of", lambda run: settings[id(run)])
+    monkeypatch.setattr(findings, "_rows", lambda suite: rows)
+    spec = {"suite": "scale", "where": {"method": "topk", "width": 2}}
+    (one,) = findings.of_rows(spec | {"beyond": {"method": "topk", "width": 1}})
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert (one.value, one.low, one.high) == pytest.approx((0.2, 0.2 - half, 0.2 + half), rel=1e-5)
+    rows[0].context["width"] = 3
+    with pytest.raises(UsageError, match="0 rows of fp32"):
+        findings.of_rows(spec | {"beyond": {"method": "topk", "width": 1}})
 
 
 # ---- rows that are run again ---------------------------------------------------------------------
