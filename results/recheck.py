@@ -4,17 +4,20 @@
 
 Rows whose commit ends in "+" were made while files of the checkout differed from it. Of those that
 belong to the current version of their suite and were made with this machine's processor, torch and
-instruction set, on which the bits depend, every fifth is run again, in the order of their config
-hashes; a row agrees if it ends in the same `params_sha256`. `results/reference/recheck.json` gets
-the share that was checked and the rows that differ, after each run. What it has is not run again:
-the same command resumes, also in another checkout. Processes that share the work have a part each.
+instruction set, on which the bits depend, a fifth is run again: after those that were before, the
+first in the order of their config hashes, which is random. A row agrees if it ends in the same
+`params_sha256`. `results/reference/recheck.json` gets the share that was checked and the rows that
+differ, after each run. What it has is not run again: the same command resumes, also in another
+checkout. Processes that share the work have a part each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +48,13 @@ def environment(machine: dict[str, Any], versions: dict[str, Any]) -> tuple[Any,
     return machine["cpu"], machine["isa"], versions["torch"]
 
 
-def selected(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int, int]:
-    """Return the rows to run again, the number of those that could be, and of all unclean ones."""
+def selected(
+    rows: list[dict[str, Any]], before: Container[str]
+) -> tuple[list[dict[str, Any]], int, int]:
+    """Return the rows to run again, the number of those that could be, and of all unclean ones.
+
+    Rows whose config hashes are `before` were run again; they count.
+    """
     unclean = [
         row for row in rows if str(row["provenance"].get("commit")).endswith("+") and current(row)
     ]
@@ -56,8 +64,10 @@ def selected(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int, int
         for row in unclean
         if environment(row["provenance"]["machine"], row["provenance"]["versions"]) == here
     ]
-    alike.sort(key=lambda row: row["config_hash"])
-    return alike[::EVERY], len(alike), len(unclean)
+    alike.sort(key=lambda row: (row["config_hash"] not in before, row["config_hash"]))
+    done = sum(row["config_hash"] in before for row in alike)
+    again = alike[: max(done, math.ceil(len(alike) / EVERY))]
+    return sorted(again, key=lambda row: row["config_hash"]), len(alike), len(unclean)
 
 
 def read_report() -> dict[str, Any]:
@@ -112,16 +122,18 @@ def main() -> None:
             parser.error(f"--only {path}: not a file of {REFERENCE}, which has {names}")
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
     for path in asked.only or files.values():
-        again, alike, count = selected(rows.read(path))
-        hours = sum(row.get("seconds", 0.0) for row in again) / 3600
+        cpu = configuration.machine()["cpu"]
+        before = checked(path.name, cpu)
+        again, alike, count = selected(rows.read(path), before)
+        left = [row for row in again if row["config_hash"] not in before]
+        hours = sum(row.get("seconds", 0.0) for row in left) / 3600
         print(
-            f"{path.name}: {len(again)} of {alike} rows made with this processor ({count} in all), "
-            f"{hours:.1f} hours when they were made"
+            f"{path.name}: {len(again)} of {alike} rows made with this processor ({count} in all); "
+            f"left {len(left)}, {hours:.1f} hours when they were made"
         )
         if asked.count:
             continue
         configuration.require_clean(path)
-        cpu = configuration.machine()["cpu"]
         counts = {"rows": count, "of this processor": alike, "selected": len(again)}
         for number, row in enumerate(again, 1):
             if number % parts != part % parts or row["config_hash"] in checked(path.name, cpu):

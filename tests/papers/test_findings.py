@@ -196,6 +196,25 @@ def test_recheck_adds_each_row_once_and_names_those_that_differ(now, tmp_path):
     assert [one["config_hash"] for one in entry["differing"]] == (["a"] if now != "same" else [])
 
 
+def test_recheck_completes_the_fifth_with_rows_that_were_not_run_again(monkeypatch):
+    """Of 12 rows 3 are due. Rows that have left the file do not count, those that remain do."""
+    recheck = runpy.run_path(str(PATH.with_name("recheck.py")))["selected"]
+    monkeypatch.setitem(recheck.__globals__, "current", lambda row: True)
+    monkeypatch.setitem(recheck.__globals__, "environment", lambda *_: "here")
+    provenance = {"commit": "c0ffee+", "machine": None, "versions": None}
+    rows = [{"config_hash": f"{i:02}", "provenance": provenance} for i in range(12)]
+    rows.append({"config_hash": "clean", "provenance": provenance | {"commit": "c0ffee"}})
+
+    def hashes(before):
+        again, alike, unclean = recheck(rows, before)
+        assert (alike, unclean) == (12, 12)
+        return [row["config_hash"] for row in again]
+
+    assert hashes([]) == ["00", "01", "02"]
+    assert hashes(["07", "gone"]) == ["00", "01", "07"]
+    assert hashes(["01", "05", "07", "11"]) == ["01", "05", "07", "11"]
+
+
 @pytest.mark.parametrize("part", ["2", "0/2", "3/2", "1/0", "a/b"])
 def test_recheck_refuses_a_part_that_there_is_not(part, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["recheck.py", "--count", "--part", part])
