@@ -32,6 +32,8 @@ from gcbench.core.values import items_of
 
 if TYPE_CHECKING:
     from gcbench.report.compare import Asked, ComparisonRow
+    from gcbench.report.suite_match import Beside
+    from gcbench.results.reader import Run
     from gcbench.training.suites import Suite
 
 S = str | None
@@ -193,13 +195,12 @@ def compare(
             output.emit(f"\n{len(group)} runs of suite {name} not shown: add --suite {name}.")
             continue
         tested = not trials and any(not run.is_trial for run in group)
-        if name and not tested and not trials and len(groups) > 1:
-            reader.warn(f"suite {name}: only trials of learning rates; --trials shows them")
+        if not tested and not trials and len(groups) > 1:
+            which = f"suite {name}" if name else "runs of no suite"
+            reader.warn(f"{which}: only trials of learning rates; --trials shows them")
             continue
-        if name and tested:
-            from gcbench.report import suite_match
-
-            beside = suite_match.beside(_load_suite(name), labelled)
+        beside = _beside(name, labelled, only=len(groups) == 1) if name and tested else None
+        if beside is not None:
             if len(groups) == 1:
                 comparing.check(beside.runs, asked.conditions)
             rows = comparing.chosen(
@@ -247,6 +248,24 @@ def compare(
             run_plots.draw(drawn, plot, asked.labels, on_front)
         say(f"wrote {plot}")
     end_with(faults)
+
+
+def _beside(name: str, labelled: Sequence[Run], *, only: bool) -> Beside | None:
+    """Return the runs of a suite; None, with a warning, if the suite has changed since.
+
+    Raises:
+        UsageError: it has, and these runs are the `only` ones.
+    """
+    from gcbench.report import suite_match
+    from gcbench.results import reader
+
+    try:
+        return suite_match.beside(_load_suite(name), labelled)
+    except UsageError as error:
+        if only:
+            raise
+        reader.warn(f"{error}; they are compared without the suite")
+        return None
 
 
 def _is_short(asked: Asked) -> bool:

@@ -3,11 +3,12 @@
 A run counts if it was made for a suite, if validation examples chose its settings (it held them
 out, or its suite's trials did), and if it evaluated the test split only after its last step. A row
 counts if at least `LEAST_SEEDS` of its seeds are also in the uncompressed row of equal budget, or
-diverged. It does not count if the suite's trials chose other settings for the method, or while they
-have not chosen those of the uncompressed row. While they have not chosen the method's (an open
-row), it counts for the method and not against it. The loss is the accuracy of `none` minus that of
-the method (or its test loss minus that of `none`), the mean over paired seeds with the 95 %
-interval of Student's t.
+diverged. Learning rates, and other settings that are tuned, may differ only if trials chose both.
+A row does not count if the suite's trials chose other settings for the method, or while they have
+not chosen those of the uncompressed row. While they have not chosen the method's (an open row), it
+counts for the method and not against it. The loss is the accuracy of `none` minus that of the
+method (or its test loss minus that of `none`), the mean over paired seeds with the 95 % interval of
+Student's t.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gcbench.results import reader
 from gcbench.results.reader import Run
 from gcbench.results.settings import METHOD_KEYS
 from gcbench.results.suites import per_suite
+from gcbench.stats.seeds import BASELINE
 from gcbench.training import suites
 
 LEAST_SEEDS = 3
@@ -252,16 +254,20 @@ def _of_suite(
     """Yield the evidence in the runs that were made for a suite, given the runs of all suites.
 
     Runs of other suites that also belong to this one, such as `none`, serve as its baselines and
-    trials; whether they are evidence themselves is decided in their own suite. `excluded` counts
-    the runs that are not evidence, by reason.
+    trials; whether they are evidence themselves is decided in their own suite. Copies of this
+    suite's runs do not count again. `excluded` counts the runs that are not evidence, by reason.
+
+    The rule of a suite that is not built in is unknown: an uncompressed row with another learning
+    rate is a baseline only if the suite has trials of `none` and of the method.
     """
-    runs, selected = groups[name], []
+    runs, selected, tried = groups[name], [], set[str]()
     plain = name.partition("/")[0]
     suite = suites.load(plain) if plain in suites.names() else None
     chosen_by_trials = suite is not None and suite.tune is not None and suite.tune.holdout
     for run in runs:
         if run.is_trial:
             excluded["trials of learning rates"] += 1
+            tried.add(run.summary.compressor_name)
         elif not (run.config.get("holdout") or chosen_by_trials):
             excluded["without a holdout"] += 1
         else:
@@ -273,7 +279,9 @@ def _of_suite(
             beside = suite_match.beside(suite, [run for group in groups.values() for run in group])
     if beside is not None:
         preferred = beside.best
-        selected += [r for r in beside.runs if r.suite != name and r.config.get("holdout")]
+        present = {(run.method, run.summary.seed) for run in selected}
+        others = [r for r in beside.runs if (r.method, r.summary.seed) not in present]
+        selected += [r for r in others if r.suite != name and r.config.get("holdout")]
     rows = compare.rows(selected, choices=choices, preferred=preferred)
     states = {id(row): _state(beside, row) for row in rows}
     unknown = [row.context for row in rows if row.is_baseline and states[id(row)] == OPEN]
@@ -284,7 +292,9 @@ def _of_suite(
             excluded["whose settings trials have not chosen yet"] += len(row.runs)
         elif states[id(row)] == REJECTED:
             excluded["whose settings trials rejected"] += len(row.runs)
-        elif not row.baseline_n:
+        elif not row.baseline_n or (
+            row.tuned and not {BASELINE, row.first.compressor_name} <= tried
+        ):
             excluded["without an uncompressed row of equal budget"] += len(row.runs)
         elif row.pairs + len(row.failed) < LEAST_SEEDS:
             excluded[f"with fewer than {LEAST_SEEDS} seeds in common with `none`"] += len(row.runs)

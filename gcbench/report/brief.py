@@ -11,6 +11,8 @@ from gcbench.report import compare, tables
 from gcbench.report.compare import Asked, ComparisonRow
 from gcbench.report.rendering import Column, Fitted, cell_width, counted, ends, fitted, sentence
 
+Words = tuple[str, ...]
+"""The name and the fields of a label."""
 LONGEST = 30
 """Columns of a terminal beyond which a method's label is shortened to its first fields."""
 MOST = 1000
@@ -136,46 +138,49 @@ def short_labels(rows: Sequence[ComparisonRow]) -> list[str]:
     labels = [row.method for row in rows]
     if max(map(cell_width, labels)) <= LONGEST:
         return labels
-    for shorter in (fewest_fields(labels), _unusual(labels)):
+    parts = [row.words for row in rows]
+    for shorter in (fewest_fields(parts), _unusual(parts)):
         places = [(label, row.place) for label, row in zip(shorter, rows, strict=True)]
         if len(set(places)) == len(places):
             return shorter
     return labels
 
 
-def _unusual(labels: Sequence[str]) -> list[str]:
+def _unusual(labels: Sequence[Words]) -> list[str]:
     """Return the methods' names with the fields that at most half of the labels of a name have."""
-    namesakes = Counter(label.split()[0] for label in labels)
+    namesakes = Counter(name for name, *_ in labels)
     having = _having(labels)
     shorter = []
-    for name, *fields in map(str.split, labels):
+    for name, *fields in labels:
         rare = [word for word in fields if 2 * having[name, word] <= namesakes[name]]
         shorter.append(" ".join([name, *rare]))
     return shorter
 
 
-def fewest_fields(labels: Sequence[str]) -> list[str]:
+def fewest_fields(labels: Sequence[Words]) -> list[str]:
     """Return the methods' names, each with the first field that no other label of its name has.
 
     A name alone where all labels of that name are equal; a whole label without such a field.
+    `labels`: each is a name, which may have spaces, and its fields.
     """
-    namesakes = Counter(label.split()[0] for label in labels)
+    namesakes = Counter(name for name, *_ in labels)
     copies = Counter(labels)
     having = _having(labels)
     shorter = []
     for label in labels:
-        name, *fields = label.split()
+        name, *fields = label
         distinct = (word for word in fields if having[name, word] == copies[label])
         if namesakes[name] == copies[label]:
             shorter.append(name)
         else:
-            shorter.append(f"{name} {field}" if (field := next(distinct, None)) else label)
+            field = next(distinct, None)
+            shorter.append(f"{name} {field}" if field else " ".join(label))
     return shorter
 
 
-def _having(labels: Sequence[str]) -> Counter[tuple[str, str]]:
+def _having(labels: Sequence[Words]) -> Counter[tuple[str, str]]:
     """Return how many labels of a name have a word."""
-    return Counter((words[0], word) for words in map(str.split, labels) for word in {*words})
+    return Counter((words[0], word) for words in labels for word in {*words})
 
 
 def _chosen(

@@ -253,4 +253,9 @@ def _unsafe(members: Sequence[zipfile.ZipInfo]) -> str:
             return f"{name!r} is not a regular file"
         if one.flag_bits & 1:
             return f"{name!r} is encrypted"
+        if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            return (
+                f"{name!r} is compressed by method {one.compress_type} of zip; stored and deflated "
+                "files are read"
+            )
     return ""

@@ -49,7 +49,9 @@ class ComparisonRow:
     """
 
     method: str
-    """Short label: the compressor's name, and the fields in which it differs from other rows."""
+    """Short label: the name, and the fields in which the row differs from others of that name."""
+    name: str
+    """The compressor's name, or the user's for this row."""
     context: Mapping[str, Any]
     """Keys of the budget that differ among the rows of the table (task, workers, ...)."""
     choices: Mapping[str, Any]
@@ -152,6 +154,11 @@ class ComparisonRow:
         return " ".join(f"{key}={text(value)}" for key, value in self.context.items())
 
     @property
+    def words(self) -> tuple[str, ...]:
+        """The name, which may have spaces, and the fields of `method`."""
+        return self.name, *self.method.removeprefix(self.name).split()
+
+    @property
     def is_baseline(self) -> bool:
         """Whether this is an uncompressed row."""
         return self.first.compressor_name == BASELINE
@@ -214,16 +221,27 @@ class ComparisonRow:
         return next(filter(None, (run.summary.provenance.get("times") for run in self.runs)), "")
 
     def record(self) -> dict[str, Any]:
-        """Return the row as raw numbers: fractions, bytes, seconds. None if unknown."""
+        """Return the row as raw numbers: fractions, bytes, seconds. None if unknown.
+
+        A task's field that has the name of another entry is called task.NAME.
+        """
         first = self.first
         named = ("task", "workers", "collective", "engine", "gradients", "steps", "batch", "params")
-        return {
+        settings = {
             "method": self.method,
             "compressor": first.compressor,
             "compressor_name": first.compressor_name,
             **{key: getattr(first, key) for key in named},
-            **{key: value for key, value in self.context.items() if key not in named},
-            **dict(self.choices),
+        }
+        context = {key: value for key, value in self.context.items() if key not in named}
+        results = self._results()
+        taken = settings.keys() | self.choices.keys() | results.keys()
+        apart = {f"task.{key}" if key in taken else key: value for key, value in context.items()}
+        return {**settings, **apart, **self.choices, **results}
+
+    def _results(self) -> dict[str, Any]:
+        """Return the fields of the record that are not settings."""
+        return {
             **({} if self.tier is None else {"tier": self.tier, "rank": self.rank}),
             **(
                 {}
@@ -330,8 +348,10 @@ def _labels(
     varying: Sequence[str],
     choices: frozenset[str],
     names: Sequence[Label],
-) -> list[str]:
+) -> list[tuple[str, str]]:
     """Return a short label for each row, given one of its runs; equal only for equal methods.
+
+    Beside it is what the label begins with: the compressor's or the user's name for the row.
 
     `varying`: the keys in which the rows' configs differ.
     """
@@ -340,7 +360,7 @@ def _labels(
     groups: dict[str, list[int]] = {}
     for i, (run, label) in enumerate(zip(runs, matches, strict=True)):
         groups.setdefault(label.name if label else run.summary.compressor_name, []).append(i)
-    labels = [""] * len(runs)
+    labels, heads = [""] * len(runs), [""] * len(runs)
     methods = declared.Methods()
     apart = [key for key in varying if key in choices or key not in METHOD_KEYS]
     places = [canonical({key: config.get(key) for key in apart}) for config in configs]
@@ -382,11 +402,12 @@ def _labels(
             if len(digests) > 1:
                 tags.append(f"source {sources(run.summary).get('compressor', '')[:6]}")
             labels[i] = " ".join(words + [f"[{tag}]" for tag in tags])
+            heads[i] = name
     rows = list(zip(labels, places, strict=True))
     count = Counter(rows)
     return [  # rows with equal short labels get the long ones
-        label if count[label, place] == 1 else run.summary.compressor
-        for run, (label, place) in zip(runs, rows, strict=True)
+        (label, head) if count[label, place] == 1 else (run.summary.compressor,) * 2
+        for run, (label, place), head in zip(runs, rows, heads, strict=True)
     ]
 
 
@@ -473,19 +494,18 @@ def _baselines(
     Of several the one with most equal settings that change an uncompressed run (local steps,
     delay, ...), then a preferred one, then most equal `choices`, then most common seeds, then most
     seeds, then most equal keys. Without one of equal budget: the best that differs in tuned keys
-    only; without that: None.
+    only, of those without a diverged seed and with two seeds in common; without that: None.
     """
     changing_fp32 = [key for key in varying if key in CHANGES_FP32]
     of_methods = [key for key in varying if key in METHOD_KEYS]
     scores = (table["sign"] * table["mean"]).fillna(-math.inf).to_dict()
+    diverged = table["diverged"].to_dict()
     equal: dict[str, list[Run]] = {}
-    near: dict[str, tuple[Run, Mapping[str, Any]]] = {}
+    near: dict[str, list[tuple[Run, Mapping[str, Any]]]] = {}
     for run, context in zip(firsts, contexts, strict=True):
         if run.summary.compressor_name == BASELINE:
             equal.setdefault(_budget(context), []).append(run)
-            budget = _budget(context, TUNED_KEYS)
-            if budget not in near or scores[run.method] > scores[near[budget][0].method]:
-                near[budget] = run, context
+            near.setdefault(_budget(context, TUNED_KEYS), []).append((run, context))
 
     def closeness(other: Run, run: Run) -> tuple[int, bool, int, int, int, int]:
         def alike(keys: Iterable[str]) -> int:
@@ -496,12 +516,17 @@ def _baselines(
         settings = alike(changing_fp32), other.method in preferred, alike(choices)
         return *settings, common, len(theirs), alike(of_methods)
 
+    def quality(other: tuple[Run, Mapping[str, Any]], run: Run) -> tuple[bool, int, float]:
+        name = other[0].method
+        common = len(values[run.method].keys() & values[name].keys())
+        return diverged[name] == 0, min(common, 2), scores[name]
+
     for run, context in zip(firsts, contexts, strict=True):
         if equals := equal.get(_budget(context)):
             best = max(equals, key=partial(closeness, run=run)) if len(equals) > 1 else equals[0]
             yield best.method, ()
         elif nearest := near.get(_budget(context, TUNED_KEYS)):
-            best, theirs = nearest
+            best, theirs = max(nearest, key=partial(quality, run=run))
             yield best.method, tuple(key for key in varying if theirs.get(key) != context.get(key))
         else:
             yield None, ()
@@ -607,8 +632,10 @@ def rows(
     values = seeds.values(per_run)
     table = seeds.per_config(per_run)
     baselines = list(_baselines(firsts, varying, contexts, chosen, table, values, preferred))
+    methods = _labels(firsts, varying, choices, labels)
     columns: dict[str, Any] = {
-        "method": _labels(firsts, varying, choices, labels),
+        "method": [label for label, _ in methods],
+        "name": [name for _, name in methods],
         "metric": [metrics[run.summary.task] for run in firsts],
         "context": contexts,
         "choices": [{key: run.config.get(key) for key in chosen} for run in firsts],
@@ -655,7 +682,22 @@ def _contexts(runs: Sequence[Run], keys: Sequence[str]) -> list[dict[str, Any]]:
     for key in keys:
         values = _equalized([run.config.get(key) for run in runs])
         columns |= _task_columns(runs, values) if key == "task_options" else {key: values}
+    columns |= _origins(runs)
     return [{key: column[i] for key, column in columns.items()} for i in range(len(runs))]
+
+
+def _origins(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return digests of the task's code and data, where runs of one task differ in them."""
+    columns: dict[str, list[Any]] = {}
+    for key, recorded in {
+        "task source": [sources(run.summary).get("task") for run in runs],
+        "data": [run.summary.provenance.get("data") for run in runs],
+    }.items():
+        values = [str(one)[:8] if one else "-" for one in recorded]
+        tasks = {run.summary.task for run in runs}
+        if len({*zip((run.summary.task for run in runs), recorded, strict=True)}) > len(tasks):
+            columns[key] = values
+    return columns
 
 
 def _task_columns(runs: Sequence[Run], options: list[Any]) -> dict[str, list[Any]]:
@@ -682,12 +724,26 @@ def _phases(runs: Sequence[Run]) -> dict[str, None]:
 
 
 def _metrics(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the metric of each task: "accuracy" where a run has one, else "test_loss"."""
+    """Return the metric of each task: "accuracy" where runs have one, else "test_loss".
+
+    If none of a configuration's runs has an accuracy, but all have a loss, all runs of its task are
+    compared by their losses: without an accuracy a run counts as diverged.
+    """
     metrics = {run.summary.task: "test_loss" for run in runs}
+    has_losses_alone: dict[str, bool] = {}
     for run in runs:
-        if (run.summary.test_accuracy, run.summary.validation_accuracy) != (None, None):
+        has_accuracy = _accuracies(run) != (None, None)
+        if has_accuracy:
             metrics[run.summary.task] = "accuracy"
-    return metrics
+        loss = getattr(run.summary, f"{run.result_split}_loss")
+        alone = not has_accuracy and loss is not None and not run.summary.failed
+        has_losses_alone[run.method] = alone and has_losses_alone.get(run.method, True)
+    by_loss = {run.summary.task for run in runs if has_losses_alone[run.method]}
+    return metrics | dict.fromkeys(by_loss, "test_loss")
+
+
+def _accuracies(run: Run) -> tuple[float | None, float | None]:
+    return run.summary.test_accuracy, run.summary.validation_accuracy
 
 
 def _context_order(key: str) -> tuple[int, str]:
@@ -702,7 +758,9 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """Return the rows with their places in their tier and budget, and whether one beats them.
 
     See `ranks.places` and `ranks.pairwise`. A tier is not ranked while one of its rows has open
-    settings or too few runs, because the places of the others depend on it.
+    settings or too few runs, because the places of the others depend on it. A row with a diverged
+    seed has no place, and the others are ranked without it: its mean is that of the seeds that
+    did not diverge.
     """
     import pandas as pd
 
@@ -712,10 +770,12 @@ def ranked(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
             groups.setdefault(canonical([row.tier, row.context]), []).append(i)
     ranked_rows = list(rows)
     for members in groups.values():
-        runs = [rows[i].n + len(rows[i].failed) for i in members]
-        if any(rows[i].settings_open for i in members) or min(runs) < ranks.LEAST_SEEDS:
-            for i in members:
-                ranked_rows[i] = replace(ranked_rows[i], rank="-")
+        too_few = any(rows[i].n + len(rows[i].failed) < ranks.LEAST_SEEDS for i in members)
+        is_open = any(rows[i].settings_open for i in members)
+        for i in members:
+            ranked_rows[i] = replace(ranked_rows[i], rank="-")
+        members = [i for i in members if not rows[i].failed]
+        if too_few or is_open or not members:
             continue
         values = pd.DataFrame({i: rows[i].values for i in members})
         sign = 1 if rows[members[0]].metric == "accuracy" else -1

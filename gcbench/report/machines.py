@@ -54,7 +54,8 @@ def rows(
     Copies of one run, such as a folder and its bundle, count once: the first one.
 
     A row has the `method`, `seed`, `places` (their numbers from 1), the digests of the parameters
-    and of the results of each, and `agree`: True, False, or None where a digest is not recorded.
+    and of the results of each, and `agree`: False if two digests differ, True if all are recorded
+    and equal, else None.
 
     Raises:
         UsageError: all runs are of one place, or no configuration and seed is of two.
@@ -91,11 +92,18 @@ def rows(
                 "seed": first.summary.seed,
                 "places": [*group],
                 SHA: digests,
-                "agree": None if None in digests else len(set(digests)) == 1,
+                "agree": _agree(digests),
                 "same_result": len({run.outcome for run in group.values()}) == 1,
             }
         )
     return [*places], result
+
+
+def _agree(digests: Sequence[Any]) -> bool | None:
+    """Return whether digests are equal; None if those that are recorded do not decide it."""
+    if len({digest for digest in digests if digest is not None}) > 1:
+        return False
+    return None if None in digests else True
 
 
 def _identity(run: Run) -> str:

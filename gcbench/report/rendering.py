@@ -449,7 +449,7 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     stream = io.StringIO()
     fields = list(dict.fromkeys(key for record in records for key in record))
     writer = csv.DictWriter(stream, fields, lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({field: sanitize.csv_cell(field) for field in fields})
     for record in records:
         cells = {
             key: json.dumps(value) if isinstance(value, list | dict) else _plain(value)

@@ -274,7 +274,7 @@ def compared(
     chose learning rates and never saw the test split, are left out.
     """
     groups = per_suite(runs, {one.suite.name: one.suite.version for one in asked})
-    rest = once(groups.pop("", []))
+    rest = groups.pop("", [])
     labelled = [run for group in groups.values() for run in group]
     wanted = {beside.suite.name: beside for beside in asked}
     for name, members in groups.items():
@@ -292,7 +292,7 @@ def compared(
         )
         title = f"{beside.suite.name}: {beside.suite.title}"
         chosen.append(Compared(title, _task(beside.runs[0]), beside.runs, rows, beside))
-    for task, alike in _by_task(run for run in rest if not run.is_trial).items():
+    for task, alike in _by_task(run for run in once(rest) if not run.is_trial).items():
         whole = [run for run in alike if not _is_short(run)]
         if whole:
             chosen.append(Compared(task, task, whole, compare.rows(whole, target)))

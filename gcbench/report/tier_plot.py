@@ -96,7 +96,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
 
 def _names(drawn: Sequence[ComparisonRow]) -> Iterator[str]:
     """Yield the name of each row; rows of one name have the settings in which they differ."""
-    short = fewest_fields([row.method for row in drawn])
+    short = fewest_fields([row.words for row in drawn])
     for row, name in zip(drawn, short, strict=True):
         alike = [one.choices for one, other in zip(drawn, short, strict=True) if other == name]
         differing = [

@@ -6,6 +6,7 @@ import ast
 import gc
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from gcbench.core.errors import GcbenchError, UsageError
 from gcbench.core.values import canonical
 from gcbench.results import rows as rowfiles
 from gcbench.results import sanitize
-from gcbench.results.schema import SCHEMA, Summary, WrongValueError
+from gcbench.results.schema import METRIC_COLUMNS, SCHEMA, Summary, WrongValueError
 from gcbench.results.settings import DEFAULTS
 
 if TYPE_CHECKING:
@@ -127,11 +128,34 @@ class Run:
         where = f"{self.place}, column `evaluations`"
         curve = rowfiles.decoded(self.curve, where)
         try:
-            return sorted(map(dict, curve), key=lambda record: record["step"])
+            records = [*map(dict, curve)]
+            for number, record in enumerate(records, 1):
+                _check_numbers(record, f"{where}, record {number}")
+            return sorted(records, key=lambda record: record["step"])
         except (TypeError, ValueError, KeyError) as error:
             raise GcbenchError(
                 f"{where}: a list of records with `step` expected ({error!r})"
             ) from error
+
+
+_NUMBERS = frozenset(METRIC_COLUMNS) - {"kind"}
+_NUMBER_TYPES = frozenset((float, int))
+
+
+def _check_numbers(record: Mapping[str, Any], where: str) -> None:
+    """Check the numbers of an evaluation, which may be null, except the step.
+
+    Raises:
+        GcbenchError: one is not a finite number.
+    """
+    for name in _NUMBERS & record.keys():
+        value = record[name]
+        if value is None and name != "step":
+            continue
+        if type(value) not in _NUMBER_TYPES or not abs(value) <= sys.float_info.max:
+            came = sanitize.cut(sanitize.printable(repr(value)), sanitize.LABEL)
+            null = "" if name == "step" else " or null"
+            raise GcbenchError(f"{where}: `{name}`: a finite number{null} expected, not {came}")
 
 
 def recorded(summary: Summary) -> dict[str, Any]:
@@ -164,14 +188,15 @@ class Configurations:
         """
         resolved = tuple(getattr(summary, key) for key in _RESOLVED)
         plugins = canonical(summary.provenance.get("plugins") or "")
-        named = (summary.compressor_name, summary.compressor, plugins)
+        data = canonical(summary.provenance.get("data") or "")
+        named = (summary.compressor_name, summary.compressor, plugins, data)
         parts = (id(summary.config), *resolved, *named)
         is_shared = self.checked.get(parts[0]) is summary.config
         configuration = self.by_parts.get(parts) if is_shared else None
         if configuration is None:
             config = DEFAULTS | recorded(summary)
             del config["seed"]
-            rest = canonical([*named[:2], schedules(summary), sources(summary)])
+            rest = canonical([*named[:2], schedules(summary), sources(summary), data])
             method = hashlib.sha256(f"{_identity(config)} {rest}".encode()).hexdigest()[:32]
             configuration = self.by_method.setdefault(method, Configuration(config, method))
             if is_shared:
@@ -271,6 +296,16 @@ def _parse(
             f"{where}: `{error.place}`: {error.expected}, not {came}; {remedy} "
             "(`gcbench help reading-results`)"
         ) from error
+    nested = {
+        key: value
+        for key, value in data.items()
+        if type(value) in (dict, list) and id(value) not in configurations.checked
+    }
+    if place := _place_of_infinite(nested):
+        raise GcbenchError(
+            f"{where}: `{sanitize.cut(place, sanitize.LABEL)}`: a finite number or null expected, "
+            f"not NaN or infinity; {remedy} (`gcbench help reading-results`)"
+        )
     for kind, types in (("config", sanitize.CONFIG), ("provenance", sanitize.PROVENANCE)):
         values = data.get(kind) or {}
         if id(values) in configurations.checked:
@@ -280,6 +315,24 @@ def _parse(
         if plain:
             configurations.checked[id(values)] = values
     return Run(summary, source, configurations.of(summary), number=number)
+
+
+_encode_finite = json.JSONEncoder(allow_nan=False, default=str).encode
+
+
+def _place_of_infinite(value: Any, place: str = "") -> str:
+    """Return the place of a number in a JSON value that is not finite; "" if all are.
+
+    `place`: that of the value. Encoding it is the quick test.
+    """
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else place
+    with suppress(ValueError):
+        _encode_finite(value)
+        return ""
+    items = value.items() if isinstance(value, dict) else enumerate(value, 1)
+    places = (_place_of_infinite(one, f"{place}.{key}".lstrip(".")) for key, one in items)
+    return next(filter(None, places), "")
 
 
 def _read_json(path: Path) -> Any:
@@ -362,7 +415,10 @@ STARTED = {"config.json", "provenance.json"}
 
 
 def row_files(folder: Path) -> list[Path]:
-    """Return the files of rows in a folder at any depth, outside of the folders of runs."""
+    """Return the files of rows in a folder at any depth, outside of the folders of runs.
+
+    Files that cannot be read as Parquet are among them; see `rows.holds`.
+    """
     every = [place / name for place, names in _runs_in(folder) for name in names or ()]
     return [path for path in every if path.suffix == ".parquet" and rowfiles.holds(path)]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 from array import array
@@ -34,6 +35,8 @@ SEALED = "gcbench rows 2 sha256 "
 """What stands under `MARK`, before the file's SHA-256 with 64 zeros in place of that digest."""
 PLAIN = "gcbench rows 1"
 """What stands under `MARK` in files without a digest, such as those of other programs."""
+MOST_ROWS = 1_000_000
+"""Rows of a file that are read: equal rows take almost no space in Parquet, but memory here."""
 _NONE = "0" * 64
 _NULLS = "nulls"
 """A column with the names of the row's values that are null, as JSON: a column that the row does
@@ -67,7 +70,11 @@ def _not_finite(record: Mapping[str, Any], key: str) -> bool:
 
 
 def holds(path: Path) -> bool:
-    """Return whether a Parquet file holds rows; False for a file that cannot be read."""
+    """Return whether a file is one of rows, or cannot be read as Parquet.
+
+    Reading the latter raises the error: a damaged file of rows looks like any other file. False for
+    Parquet files of other contents, and for a pipe, a socket or a device.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -75,8 +82,8 @@ def holds(path: Path) -> bool:
         return False
     try:
         return _mark(parquet.read_metadata(path)) is not None
-    except (OSError, pa.ArrowException):
-        return False
+    except (OSError, ValueError, pa.ArrowException):
+        return True
 
 
 def _mark(metadata: Any) -> str | None:
@@ -107,7 +114,18 @@ def _opened(path: Path) -> Any:
         raise GcbenchError(
             f"{path} holds no rows of gcbench runs; `gcbench run --rows` writes them"
         )
+    if (count := _row_count(file.metadata)) > MOST_ROWS:
+        raise GcbenchError(
+            f"{path} has {count:,} rows; at most {MOST_ROWS:,} are read. Split it into several "
+            "files"
+        )
     return file
+
+
+def _row_count(metadata: Any) -> int:
+    """Return the number of rows that reading a file yields; its own sum may be wrong."""
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    return max(int(metadata.num_rows), sum(int(group.num_rows) for group in groups))
 
 
 class _Decoder:
@@ -336,6 +354,8 @@ def read(path: Path) -> list[StoredRun]:
 def write(path: Path, rows: Sequence[StoredRun]) -> None:
     """Replace the file by these rows, atomically. It gets a digest of its bytes.
 
+    A symbolic link stays, and the file that it leads to is replaced.
+
     Raises:
         GcbenchError: it cannot be written.
     """
@@ -363,9 +383,15 @@ def write(path: Path, rows: Sequence[StoredRun]) -> None:
         file.add_key_value_metadata({MARK: SEALED + _NONE})
     blank = buffer.getvalue()
     sealed = SEALED + hashlib.sha256(blank).hexdigest()
+    path = _target(path)
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, blank.replace((SEALED + _NONE).encode(), sealed.encode()))
+
+
+def _target(path: Path) -> Path:
+    """Return the file that a path leads to, through symbolic links: all its names share a lock."""
+    return Path(os.path.realpath(path))
 
 
 _NUMBERS = {int, float}
@@ -406,6 +432,7 @@ def relabel(path: Path, suite: str, belongs: Callable[[StoredRun], bool]) -> int
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other processes from changing the file, whose folder is made if it is missing."""
+    path = _target(path)
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(path.with_name(f".{path.name}.lock"))

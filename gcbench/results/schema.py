@@ -48,7 +48,10 @@ def _text(value: Any) -> str:
 def _number(value: Any) -> float:
     if type(value) not in (float, int):
         raise WrongValueError("a number expected", value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise WrongValueError("a number below 2^1024 expected", value) from None
 
 
 def _bytes(value: Any) -> float:

@@ -267,6 +267,51 @@ def test_runs_without_a_holdout_count_if_trials_with_one_chose_their_settings(tm
     assert (row["advice"], row["results"]) == ("loses too much", 1)
 
 
+@pytest.mark.parametrize("label", ["terngrad-ablation", "mine"])
+def test_copies_under_another_label_are_no_further_seeds(tmp_path: Path, label: str) -> None:
+    """Of fp32 and of the method, in a file that is named before or after the suite's."""
+    points = entries("none", "bf16")
+    stored = []
+    for (name, momentum), point in points.items():
+        stored += trials_of(point, 0.5 + 0.1 * (momentum > 0))
+        losses = (0.01, 0.02, 0.04) if name == "bf16" else (0.0,) * 3
+        rate = point.tune.start[1]
+        stored += [of_point(point, s, rate, 0.7 - loss) for s, loss in enumerate(losses)]
+    version = suites.load(label).version if label in suites.names() else 1
+    main = write(tmp_path / "main.parquet", stored)
+    copies = [one for one in stored if one["config"]["test"]]
+    copy = write(tmp_path / "copy.parquet", copies, f"{label}/{version}")
+    (alone,) = evidence.gather([main]).rows
+    assert (alone.row.pairs, alone.row.baseline_n) == (3, 3)
+    for paths in ([main, copy], [copy, main]):
+        (row,) = [one for one in evidence.gather(paths).rows if one.suite == SUITE]
+        assert (row.row.pairs, row.row.baseline_n, row.lost) == (3, 3, alone.lost)
+
+
+@pytest.mark.parametrize(
+    ("suite", "trials", "counting"),
+    [
+        ("mine/1", [], 0),
+        ("mine/1", ["none"], 0),
+        ("mine/1", ["terngrad"], 0),
+        ("mine/1", ["none", "terngrad"], 1),
+        (suites.load("terngrad-table1").label(), [], 0),  # it sets the rates
+        (SUITE, [], 1),  # its rule tunes every row
+    ],
+)
+def test_fp32_at_another_rate_is_a_baseline_only_if_trials_chose_both(
+    tmp_path: Path, suite: str, trials: list[str], counting: int
+) -> None:
+    stored = [*plain(lr=1e-5), *lost("terngrad", [-0.05] * 3, lr=0.1)]
+    stored += [run(name, 100, None, {"test": False}, validation_accuracy=0.9) for name in trials]
+    gathered = evidence.gather([write(tmp_path / "r.parquet", stored, suite)])
+    assert len(gathered.rows) == counting
+    reason = "without an uncompressed row of equal budget"
+    assert gathered.excluded.get(reason, 0) == 3 * (1 - counting)
+    same = [*plain(), *lost("terngrad", [-0.05] * 3)]
+    assert len(evidence.gather([write(tmp_path / "r.parquet", same, suite)]).rows) == 1
+
+
 @pytest.mark.parametrize(("seeds", "count"), [(1, 0), (2, 0), (3, 1)])
 def test_fewer_than_three_seeds_do_not_count(tmp_path: Path, seeds: int, count: int) -> None:
     """However much they lost: never "too costly" from one seed."""

@@ -134,13 +134,13 @@ def test_a_bundle_needs_a_zip_in_a_folder(tmp_path: Path) -> None:
 Members = dict[str, bytes]
 
 
-def archive(members: Members, mode: int = 0) -> bytes:
+def archive(members: Members, mode: int = 0, method: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as result:
+    with zipfile.ZipFile(buffer, "w") as result:
         for name, data in members.items():
             one = zipfile.ZipInfo(name)
             one.external_attr = mode << 16
-            result.writestr(one, data)
+            result.writestr(one, data, method)
     return buffer.getvalue()
 
 
@@ -164,6 +164,14 @@ def damaged(members: Members) -> bytes:
     return bytes(data)
 
 
+def bad_lzma(members: Members) -> bytes:
+    """Return an archive whose first file has options of LZMA that do not exist."""
+    data = bytearray(archive(sealed(members), method=zipfile.ZIP_LZMA))
+    name = next(iter(sealed(members))).encode()
+    data[data.index(name) + len(name) + 4] = 255
+    return bytes(data)
+
+
 def lying(members: Members) -> bytes:
     """Return an archive that declares fewer bytes than it unpacks to."""
     data = archive(sealed({**members, "sources/a/b.py": bytes(10_000)}))
@@ -180,6 +188,9 @@ REFUSED: dict[str, Callable[[Members], bytes]] = {
     "lying": lying,
     "many": lambda members: archive(sealed(members | {f"sources/{i}": b"" for i in range(9)})),
     "damaged": damaged,
+    "lzma": lambda members: archive(sealed(members), method=zipfile.ZIP_LZMA),
+    "bad lzma": bad_lzma,
+    "bzip2": lambda members: archive(sealed(members), method=zipfile.ZIP_BZIP2),
     "cut": lambda members: archive(members)[:-30],
     "text": lambda members: b"rows",
     "no head": lambda members: archive({k: v for k, v in members.items() if k != bundle.HEAD}),
@@ -238,6 +249,20 @@ def test_rows_of_two_machines_agree_by_their_parameters(tmp_path: Path) -> None:
     ]
     chosen = invoke("compare", tmp_path, "--by", "machine", "--where", "seed=1", "--json").json
     assert [row["params_sha256"] for row in chosen] == [["b", "x"]]
+
+
+@pytest.mark.parametrize(
+    ("digests", "agree"),
+    [(["a", "b", None], False), (["a", None, "b"], False), (["a", "a", None], None)],
+)
+def test_a_copy_without_a_digest_hides_no_difference(
+    tmp_path: Path, digests: list[str | None], agree: bool | None
+) -> None:
+    for cpu, digest in zip(("one", "two", "three"), digests, strict=True):
+        write(tmp_path / cpu, *runs_of(cpu, [digest]))
+    places = [tmp_path / cpu for cpu in ("one", "two", "three")]
+    (row,) = invoke("compare", *places, "--by", "machine", "--json").json
+    assert (row["params_sha256"], row["agree"]) == (digests, agree)
 
 
 def test_copies_of_a_run_count_once(packed: Path) -> None:

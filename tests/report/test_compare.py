@@ -494,6 +494,114 @@ def test_seeds_of_different_code_are_not_averaged(
     assert "runs of x by different versions of x.py are in one row: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["task source", "data"])
+def test_runs_of_another_task_or_other_data_are_not_compared(tmp_path: Path, kind: str) -> None:
+    """A method is paired with fp32 of its task's code and data; seeds of two are not averaged."""
+
+    def by(name: str, digest: str, seed: int, accuracy: float) -> Any:
+        origin = {"plugins": {"task": {"sha256": digest}}} if kind != "data" else {"data": digest}
+        return summary(name, seed, accuracy, provenance=origin)
+
+    new = [by("none", "new", seed, 0.5) for seed in (0, 1)]
+    old = [by("none", "old", seed, 0.9) for seed in (0, 1)]
+    mine = [by("x", "new", seed, 0.6) for seed in (0, 1)]
+    for order, runs in enumerate([[*old, *new, *mine], [*new, *old, *mine]]):
+        result = table(tmp_path / f"{order}", *runs)
+        assert [(row.context[kind], row.n) for row in result] == [
+            ("new", 2),
+            ("new", 2),
+            ("old", 2),
+        ]
+        assert result[1].difference == pytest.approx(0.1)
+    alone = table(tmp_path / "alone", *old, *mine)
+    assert [row.baseline_n for row in alone if row.method == "x"] == [0]
+    (same,) = table(tmp_path / "same", *mine)
+    assert kind not in same.context
+
+
+def test_rows_without_equal_uncompressed_ones_prefer_a_baseline_that_did_not_diverge(
+    tmp_path: Path,
+) -> None:
+    """At another rate: neither one lucky seed of three, nor one without common seeds, counts."""
+    whole = [summary("none", seed, 0.90 + seed / 1000, lr=0.2) for seed in range(3)]
+    lucky = [summary("none", seed, 0.95 if seed == 0 else None, lr=0.8) for seed in range(3)]
+    other = [summary("none", seed, 0.95, lr=0.4) for seed in (7, 8, 9)]
+    mine = [summary("x", seed, 0.80 + seed / 1000) for seed in range(3)]
+    row = next(row for row in table(tmp_path, *whole, *lucky, *other, *mine) if row.method == "x")
+    assert (row.tuned, row.pairs, row.difference) == (("lr",), 3, pytest.approx(-0.1))
+
+
+def test_a_row_with_losses_alone_has_not_diverged(tmp_path: Path) -> None:
+    """All rows of the task are compared by their losses."""
+    mine = [summary("x", seed, None, test_loss=0.31) for seed in (0, 1)]
+    none, row = table(tmp_path, *BASE, *mine)
+    assert (row.metric, row.failed, row.mean) == ("test_loss", (), 0.31)
+    assert none.mean == 0.25
+
+
+def test_a_row_with_a_diverged_seed_is_not_better(tmp_path: Path) -> None:
+    mine = [summary("x", seed, 0.99 if seed else None) for seed in range(3)]
+    none = [summary("none", seed, 0.5 + seed / 1000) for seed in range(3)]
+    row = table(tmp_path, *none, *mine)[1]
+    assert row.difference_low is not None
+    assert row.difference_low > 0
+    assert not row.above_baseline
+
+
+def test_a_record_has_every_setting_and_no_formula(tmp_path: Path) -> None:
+    """A task's field that is called as a statistic is renamed; a heading may not be a formula."""
+    runs = [
+        summary("x", seed, 0.9, task_options={"n": n, "=1+1": n}) for seed in (0, 1) for n in (1, 2)
+    ]
+    result = table(tmp_path, *runs)
+    assert [(row.record()["task.n"], row.record()["n"]) for row in result] == [(1, 2), (2, 2)]
+    heading = invoke("compare", tmp_path, "--format", "csv").out.splitlines()[0]
+    assert "=1+1" in heading
+    assert ",=1+1" not in heading
+
+
+def test_a_label_of_several_words_stays_whole(tmp_path: Path) -> None:
+    name = "gradient dropping with warm-up (ours)"
+    write(tmp_path / "runs", *BASE, summary("x", 0, 0.9), summary("x", 1, 0.91))
+    assert name in invoke("compare", tmp_path / "runs", "--label", f"{name}=x").out
+
+
+def test_trials_beside_a_suite_do_not_hide_its_rows(tmp_path: Path) -> None:
+    trial = summary("x", 100, None, test_loss=None, validation_accuracy=0.9, validation_loss=0.3)
+    trial["config"] |= {"test": False, "holdout": 500}
+    (tmp_path / "trial.json").write_text(json.dumps([trial]))
+    done = invoke(
+        "compare", tmp_path / "trial.json", ROOT / "results/reference/terngrad-table1.parquet"
+    )
+    assert done.code == 0, done.err
+    assert "terngrad" in done.out
+    assert "--trials" in done.err
+
+
+def test_rows_of_a_suite_that_has_changed_stand_beside_others(tmp_path: Path) -> None:
+    write(tmp_path / "runs", *BASE)
+    mine = [summary("x", seed, 0.9) | {"suite": suites.load("main").label()} for seed in (0, 1)]
+    stored.write(tmp_path / "rows.parquet", mine)
+    done = invoke("compare", tmp_path / "runs", tmp_path / "rows.parquet")
+    assert done.code == 0, done.err
+    assert re.search(r"^x +90\.00", done.out, re.MULTILINE)
+    assert "suite main" in done.err
+    assert invoke("compare", tmp_path / "rows.parquet", "--suite", "main").code == 2
+
+
+def test_a_report_counts_a_run_once(tmp_path: Path) -> None:
+    """It may be in a folder, and in a file with the label of a suite that has changed."""
+    from gcbench.report import sections
+
+    runs = [summary(name, seed, 0.5, steps=1000) for name in ("none", "x") for seed in (0, 1)]
+    write(tmp_path / "runs", *runs)
+    label = {"suite": suites.load("main").label()}
+    stored.write(tmp_path / "rows.parquet", [run | label for run in runs])
+    loaded = load([tmp_path / "runs", tmp_path / "rows.parquet"])
+    (one,), _ = sections.compared(loaded, None, ())
+    assert [row.n for row in one.rows] == [2, 2]
+
+
 def test_third_party_rows_stand_beside_runs(tmp_path: Path) -> None:
     write(tmp_path / "runs", *BASE)
     (tmp_path / "theirs.json").write_text(json.dumps([summary("theirs", 1, 0.93)]))
@@ -526,6 +634,7 @@ def test_paths_that_are_no_results(tmp_path: Path) -> None:
         (json.dumps(summary() | {"steps": "many"}), "`steps`: .* integer.*delete it"),
         (json.dumps(summary() | {"wire_bytes": {}}), r"`wire_bytes\.per_worker`: .*required"),
         (json.dumps(summary() | {"payload_bytes_up": -1}), "`payload_bytes_up`: .*greater"),
+        (json.dumps(summary() | {"test_loss": 10**400}), "`test_loss`: .*number"),
     ],
 )
 def test_corrupt_summaries_say_what_to_do(tmp_path: Path, text: str, words: str) -> None:
@@ -791,7 +900,7 @@ def test_the_short_label_of_a_method_is_its_first_field_of_its_own() -> None:
         "sign ties=coin memory=momentum",
         "sign ties=coin",
     ]
-    assert brief.fewest_fields(methods) == [
+    assert brief.fewest_fields([tuple(method.split()) for method in methods]) == [
         "none",
         "sign memory=none",
         "sign memory=momentum",

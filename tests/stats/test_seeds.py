@@ -28,7 +28,7 @@ def frame(**values: dict[int, float]) -> pd.DataFrame:
             **{"phase communicate": math.nan, "payload_bytes": 100.0, "wire_bytes": 50.0},
             **{"configuration": name, "seed": seed, "value": value, "steps": 10},
             **{"skipped_steps": 0, "uncompressed": name == "none", "sign": 1},
-            "examples": math.nan,
+            **{"examples": math.nan, "eval_every": 0},
         }
         for name, mine in values.items()
         for seed, value in mine.items()
@@ -145,6 +145,26 @@ def test_a_target_met_in_fewer_steps_is_told_by_its_interval() -> None:
     ]
     result = against_none(runs)["faster"]
     assert result.to_dict() == {"none": False, "sooner": True, "mixed": False, "missed": False}
+
+
+def test_a_target_that_a_seed_never_meets_is_not_met_sooner() -> None:
+    runs = frame(none={0: 0.5, 1: 0.6, 2: 0.7}, x={0: 0.5, 1: 0.6, 2: 0.7})
+    runs["target_step"] = [300, 400, 500, 200, 310, math.inf]
+    assert not against_none(runs)["faster"]["x"]
+
+
+@pytest.mark.parametrize(
+    ("n", "evaluations", "expected"), [(3, 1, False), (3, 2, True), (5, 1, True)]
+)
+def test_steps_to_a_target_are_rounded_to_evaluations(n, evaluations, expected) -> None:
+    """All seeds of a method meet it 1 or 2 evaluations sooner: a spread of 0 is not certainty.
+
+    t(0.975; 2) (100 / 6**0.5) / 3**0.5 = 101.4 steps, t(0.975; 4) (100 / 6**0.5) / 5**0.5 = 50.7.
+    """
+    runs = frame(none=dict.fromkeys(range(n), 0.5), x=dict.fromkeys(range(n), 0.5))
+    runs["target_step"] = [500] * n + [500 - 100 * evaluations] * n
+    assert not against_none(runs.assign(eval_every=1e9))["faster"]["x"]
+    assert against_none(runs.assign(eval_every=100))["faster"]["x"] == expected
 
 
 def values(**leads: list[float]) -> pd.DataFrame:

@@ -702,7 +702,7 @@ def test_files_that_hold_no_rows(tmp_path):
     (tmp_path / "text.parquet").write_text("no parquet")
     parquet.write_table(pa.table({"a": [1]}), tmp_path / "other.parquet")
     for name, message in (("text", "cannot be read as Parquet"), ("other", "holds no rows")):
-        assert not rows.holds(tmp_path / f"{name}.parquet")
+        assert rows.holds(tmp_path / f"{name}.parquet") == (name == "text")
         with pytest.raises(GcbenchError, match=message):
             rows.read(tmp_path / f"{name}.parquet")
     assert rows.read(tmp_path / "missing.parquet") == []
@@ -812,6 +812,22 @@ def test_the_picture_of_one_row_and_of_losses(tmp_path, monkeypatch):
     assert {1.5, 2.0} <= set(axes.get_yticks())
     assert len(axes.get_yticks()) > 5
     assert axes.get_ylabel().startswith("test loss")
+
+
+def test_a_row_with_diverged_seeds_has_no_rank_and_beats_none(tmp_path, monkeypatch):
+    """Five lucky seeds of ten would lead the tier."""
+    monkeypatch.setattr(intervals, "resolution", lambda *_: 0.0)
+    good, nan = [0.70, 0.71, 0.69, 0.70, 0.72] * 2, float("nan")
+    results = table(
+        tmp_path,
+        none=[value + 0.01 for value in good],
+        int8=good,
+        topk=[value + 0.1 for value in good[:5]] + [nan] * 5,
+    )
+    sizes = dict.fromkeys(results, 2.0)
+    rows = {row.method: row for row in placed(results, sizes, dict.fromkeys(results, "one"))}
+    ranks = {name: (row.rank, row.beaten) for name, row in rows.items()}
+    assert ranks == {"none": ("1", False), "int8": ("2", True), "topk": ("-", False)}
 
 
 def test_two_uncompressed_rows_have_names_of_their_own_and_one_band(tmp_path, monkeypatch):
