@@ -16,10 +16,14 @@ GRACE's `aggregate` and `average` decide what is applied, as there: a vote, a su
 What an adapter cannot know: bytes are counted of the tensors as they are, so a method that returns
 float32 signs sends 32 bits. A context is not sent, so receivers use that of another tensor of this
 shape; a class whose `decompress` then gives another result is refused. Tensors that a class creates
-without a dtype have torch's default dtype. Memories of GRACE keep state in the object and are not
-adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory residual`. Random numbers of torch
-are seeded for each call, so a class that calls `torch.manual_seed` is refused; numbers from
-elsewhere would differ between runs.
+without a dtype have torch's default dtype. Random numbers of torch are seeded for each call, so a
+class that calls `torch.manual_seed` is refused, and so is one that draws numbers elsewhere.
+
+All layers and simulated workers share one object of the class, and no checkpoint contains it. A
+class is refused if its results for a tensor depend on other calls: a momentum per name as in
+GRACE's Signum, or a scale that `compress` stores for `decompress`. State that shows only after more
+calls than the check makes, or only in `aggregate`, is not noticed. Memories of GRACE keep state in
+the object and are not adapted; its `ResidualMemory` with beta = gamma = 1 is `--memory residual`.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -38,9 +43,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gcbench.core.claims import Claims
 from gcbench.core.compressor import Compressor, Context, Parts, Payload, check_finite
-from gcbench.core.errors import PayloadError, UsageError
+from gcbench.core.errors import GcbenchError, PayloadError, UsageError
 
 FIXED_SEED = 0x6763
+WITHOUT_STATE = (
+    "Return what decompress needs as tensors, or in the context if it follows from the shape, and "
+    "carry values from step to step in a memory, such as --memory momentum or --memory residual"
+)
+"""The remedy for a class that keeps state in its object."""
 
 
 class _Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -108,8 +118,7 @@ class Adapted(Compressor):
         parts: list[Tensor] = []
         for i, piece in enumerate(self._pieces(x, ctx)):
             self._template(tuple(piece.shape), piece.device)  # refuses what cannot be decoded
-            with _Seeded(_seed(ctx, i)):
-                tensors, _ = self.inner.compress(piece.clone(), str(i))
+            tensors, _ = self._call(piece, str(i), _seed(ctx, i))
             parts += [_sent(tensor) for tensor in tensors]
         return Payload(tuple(parts) or (x.new_empty(0),))
 
@@ -187,6 +196,10 @@ class Adapted(Compressor):
         """Return tensors, whether their sizes are fixed, and context of a tensor of this shape.
 
         Sizes count as fixed if those of six tensors of different distributions and scales agree.
+
+        Raises:
+            UsageError: `compress` fails, seeds torch or returns other types than those of the form;
+                or the class keeps state, or depends on contexts that differ.
         """
         before = torch.initial_seed(), torch.get_rng_state()
         with _Seeded(FIXED_SEED):
@@ -194,7 +207,7 @@ class Adapted(Compressor):
         ones = torch.ones(shape, dtype=torch.float32, device=device)
         alone = torch.zeros_like(ones)
         alone.view(-1)[-1] = 1.0
-        inputs = (*normal, ones, alone, normal[0] * 1e-3)
+        inputs = (normal[0], ones, normal[1], normal[2], alone, normal[0] * 1e-3)
         results = [cls._compressed(x, FIXED_SEED + i) for i, x in enumerate(inputs)]
         if torch.initial_seed() != before[0]:
             torch.set_rng_state(before[1])
@@ -203,6 +216,8 @@ class Adapted(Compressor):
                 "of the training loop. Leave it out (an adapter seeds each call), or draw from a "
                 "torch.Generator"
             )
+        for i in range(2):
+            cls._refuse_state(inputs[i], FIXED_SEED + i, *results[i])
         first, shared = results[0]
         for tensors, context in results[1:]:
             by_both = [cls._decoded(tensors, each, device) for each in (context, shared)]
@@ -215,15 +230,66 @@ class Adapted(Compressor):
         return first, len(sizes) == 1, shared
 
     @classmethod
+    def _refuse_state(cls, x: Tensor, seed: int, tensors: Sequence[Tensor], context: Any) -> None:
+        """Compare `tensors` and `context`, from `compress` of `x`, with those of another call.
+
+        Before the second call, and again before the first result is decompressed, `compress` gets a
+        tensor of the opposite sign and another scale, and one of another shape.
+
+        Raises:
+            UsageError: the results differ.
+        """
+        other = x.new_ones((2 if x.numel() == 1 else 1,) * max(1, x.dim()))
+
+        def between() -> None:
+            cls._compressed(x * -100, seed)
+            with suppress(UsageError):  # a class may refuse other shapes
+                cls._compressed(other, seed)
+
+        between()
+        again, its_context = cls._compressed(x, seed)
+        at_once = cls._decoded(again, its_context, x.device)
+        between()
+        later = cls._decoded(tensors, context, x.device)
+        if not (_identical(tensors, again) and torch.equal(at_once, later)):
+            raise UsageError(
+                f"{cls.__name__}: results for a tensor of shape {tuple(x.shape)} change with other "
+                "calls: the class keeps state in the object between calls (or draws random numbers "
+                f"outside torch). All layers and workers share the object. {WITHOUT_STATE}"
+            )
+
+    @classmethod
+    def _call(cls, x: Tensor, name: str, seed: int) -> Any:
+        """Return what `compress` returns for a copy of `x`.
+
+        Raises:
+            UsageError: it fails.
+        """
+        try:
+            with _Seeded(seed):
+                return cls.inner.compress(x.clone(), name)
+        except GcbenchError:
+            raise
+        except Exception as error:  # of somebody else's code
+            raise UsageError(
+                f"{cls.__name__}: compress of a tensor of shape {tuple(x.shape)} raised "
+                f"{type(error).__name__} ({error}). If a new object compresses this shape, the "
+                f"likely cause is state that the class keeps in the object. {WITHOUT_STATE}"
+            ) from error
+
+    @classmethod
     def _compressed(cls, x: Tensor, seed: int) -> tuple[list[Tensor], Any]:
-        """Return what `compress` returns, after a check of its types."""
-        with _Seeded(seed):
-            result = cls.inner.compress(x, "template")
+        """Return copies of the tensors that `compress` returns, and the context.
+
+        Raises:
+            UsageError: `compress` fails, or returns other types.
+        """
+        result = cls._call(x, f"template of {tuple(x.shape)}", seed)
         match result:
             case (list() | tuple() as tensors, context) if all(
                 isinstance(tensor, Tensor) for tensor in tensors
             ):
-                return list(tensors), context
+                return [tensor.detach().clone() for tensor in tensors], context
         raise UsageError(
             f"{cls.__name__}: compress returned {_types(result)}: expected (tensors, context) with "
             "a list of tensors in GRACE's form, (tensor, context) in Horovod's. Return that, or "
@@ -238,7 +304,7 @@ class Adapted(Compressor):
                 result: Tensor = cls.inner.decompress([one.clone() for one in tensors], context)
             except (RuntimeError, IndexError, ValueError, TypeError):
                 return torch.empty(0, dtype=torch.int32, device=device)
-        return result.detach().float().contiguous().view(torch.int32)
+        return result.detach().float().contiguous().clone().view(torch.int32)
 
 
 def _output(ctx: Context, device: torch.device) -> Tensor:
@@ -259,6 +325,16 @@ def _seed(ctx: Context, i: int) -> int:
     """Return the seed of the bucket's tensor `i`."""
     digest = hashlib.blake2b(repr((*ctx.key, i)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def _identical(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether tensors have the same dtypes, shapes and bits."""
+    return [(one.dtype, one.shape) for one in some] == [
+        (one.dtype, one.shape) for one in others
+    ] and all(
+        torch.equal(_sent(one).view(torch.uint8), _sent(other).view(torch.uint8))
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _sent(tensor: Tensor) -> Tensor:

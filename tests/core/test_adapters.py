@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -361,6 +363,197 @@ class Constant(Single):
 def test_contexts_of_special_tensors_are_compared(cls):
     with pytest.raises(UsageError, match="context"):
         grace(cls)().compress(torch.ones(100))
+
+
+class Momentum:
+    """A momentum per name, as in GRACE's Signum."""
+
+    def __init__(self, beta=0.9):
+        self.beta = beta
+        self.momenta = {}
+
+    def compress(self, tensor, name):
+        shape, tensor = tensor.size(), tensor.flatten()
+        if name in self.momenta:
+            tensor = (1 - self.beta) * tensor + self.beta * self.momenta[name]
+        self.momenta[name] = tensor
+        return [(tensor >= 0).to(torch.uint8)], shape
+
+    def decompress(self, tensors, shape):
+        return (tensors[0].float() * 2 - 1).view(shape)
+
+
+class StoredScale:
+    """`compress` stores the scale for `decompress` in the object."""
+
+    def compress(self, tensor, name):
+        self.scale = tensor.abs().max() / 127
+        return [(tensor / self.scale).round().to(torch.int8)], tensor.size()
+
+    def decompress(self, tensors, shape):
+        return (tensors[0].float() * self.scale).view(shape)
+
+
+class StoredShape:
+    """`compress` stores the shape for `decompress` in the object."""
+
+    def compress(self, tensor, name):
+        self.shape = tensor.size()
+        return [tensor.flatten()], None
+
+    def decompress(self, tensors, context):
+        return tensors[0].view(self.shape)
+
+
+class RunningScale:
+    """The largest magnitude so far is the scale, and part of the context."""
+
+    def __init__(self):
+        self.largest = 0.0
+
+    def compress(self, tensor, name):
+        self.largest = max(self.largest, float(tensor.abs().max()))
+        return [tensor.clone()], self.largest
+
+    def decompress(self, tensors, largest):
+        return tensors[0] * largest
+
+
+class Delta:
+    """The receiver adds up what arrives."""
+
+    def __init__(self):
+        self.total = 0.0
+
+    def compress(self, tensor, name):
+        return [tensor], None
+
+    def decompress(self, tensors, context):
+        self.total = self.total + tensors[0].mean()
+        return tensors[0] + self.total
+
+
+class OtherGenerator:
+    """Draws outside torch."""
+
+    def __init__(self):
+        self.generator = random.Random(1)
+
+    def compress(self, tensor, name):
+        return [tensor * self.generator.random()], None
+
+    def decompress(self, tensors, context):
+        return tensors[0]
+
+
+class StaticScale(Half):
+    """Horovod's form, with the scale in the class."""
+
+    @staticmethod
+    def compress(tensor):
+        StaticScale.scale = tensor.abs().max() / 127
+        return (tensor / StaticScale.scale).round().to(torch.int8), None
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor.float() * StaticScale.scale
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (40, 33)])
+@pytest.mark.parametrize(
+    ("adapter", "cls"),
+    [
+        *((grace, cls) for cls in (Momentum, StoredScale, StoredShape, RunningScale, Delta)),
+        (grace, OtherGenerator),
+        (horovod, StaticScale),
+    ],
+)
+def test_a_class_with_state_is_refused_for_every_shape(adapter, cls, shape):
+    method = adapter(cls)()
+    with pytest.raises(UsageError, match=r"keeps state in the object.*--memory momentum"):
+        codec.encode(method, torch.ones(math.prod(shape)), context(shape))
+
+
+class FirstShape(Coin):
+    """Supports tensors of the shape of the first one only."""
+
+    shape = None
+
+    def compress(self, tensor, name):
+        self.shape = self.shape or tensor.size()
+        return super().compress(tensor.view(self.shape), name)
+
+
+def test_an_error_at_the_second_shape_names_state_as_the_likely_cause():
+    method = grace(FirstShape)()
+    method.compress(torch.ones(4, 5))
+    with pytest.raises(
+        UsageError, match=r"\(3, 2\) raised RuntimeError .*invalid.*keeps in the obj"
+    ):
+        method.compress(torch.ones(3, 2))
+
+
+class CountedBuffer(Coin):
+    """State without influence on results: a counter, and one buffer for all results."""
+
+    def __init__(self):
+        self.calls = 0
+        self.buffers = {}
+
+    def compress(self, tensor, name):
+        self.calls += 1
+        buffer = self.buffers.setdefault(tensor.size(), torch.empty_like(tensor))
+        return [buffer.copy_(tensor).mul_(torch.rand_like(tensor))], None
+
+    def decompress(self, tensors, context):
+        return tensors[0]
+
+
+class RandomTenth:
+    """Random positions, which are sent."""
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten()
+        indices = torch.randint(flat.numel(), [max(1, flat.numel() // 10)])
+        return [flat[indices], indices.int()], tensor.size()
+
+    def decompress(self, tensors, shape):
+        values, indices = tensors
+        return torch.zeros(shape.numel()).scatter_(0, indices.long(), values).view(shape)
+
+
+class Ternary:
+    """TernGrad as in GRACE; the scale of equal elements is 0."""
+
+    def compress(self, tensor, name):
+        flat = tensor.flatten()
+        limit = 2.5 * float(flat.std(correction=0))
+        flat = flat.clamp(-limit, limit)
+        largest = flat.abs().max()
+        zero = torch.empty_like(flat).uniform_(0, 1) * largest >= flat.abs()
+        return (flat.sign().masked_fill(zero, 0).char(), largest.flatten()), tensor.size()
+
+    def decompress(self, tensors, shape):
+        return (tensors[0].float() * tensors[1]).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (40, 33)])
+@pytest.mark.parametrize("cls", [Coin, CountedBuffer, Dither, RandomTenth, Ternary, Threshold])
+def test_random_numbers_and_buffers_do_not_count_as_state(cls, shape):
+    method, x = grace(cls)(), torch.ones(math.prod(shape))
+    payloads = [codec.encode(method, x, context(shape)) for _ in range(2)]
+    assert all(map(torch.equal, *(payload.parts for payload in payloads)))
+
+
+def test_verify_names_state_as_the_cause(tmp_path):
+    source = inspect.getsource(Momentum)
+    text = f'"""A momentum.\n\nSource: a test.\n"""\nimport torch\n{source}'
+    path = tmp_path / "stateful.py"
+    path.write_text(f"{text}\nfrom gcbench.adapters import grace\nStateful = grace(Momentum)\n")
+    done = invoke("verify", path, "--no-processes", "--progress", "none", "--details")
+    assert done.code == 1
+    assert "keeps state in the object" in " ".join(done.out.split())
+    assert "RuntimeError" not in done.out
 
 
 class Signs:

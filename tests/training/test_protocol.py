@@ -264,6 +264,19 @@ def test_the_rate_is_the_best_that_has_a_worse_neighbour_on_either_side():
     assert chosen(RISING, extend=0) == (0.01, True, [0.003, 0.01])
 
 
+@pytest.mark.parametrize(
+    ("start", "extend", "expected"),
+    [
+        (0.001, 2, (0.01, True, [0.001, 0.003, 0.01])),
+        (0.1, 2, (0.1, True, [0.1, 0.03])),
+        (0.01, 3, (0.1, True, [0.01, 0.003, 0.03, 0.1])),
+        (0.001, 0, (0.001, True, [0.001])),
+    ],
+)
+def test_a_single_rate_is_extended_to_both_sides(start, extend, expected):
+    assert chosen(RISING, start=[start], extend=extend) == expected
+
+
 def test_of_equal_rates_the_lower_and_of_diverged_ones_a_lower_still():
     assert chosen(dict.fromkeys(LADDER, 0.5), extend=0)[0] == 0.003
     diverged = {**dict.fromkeys(LADDER, -math.inf), 0.001: 0.2}

@@ -3,9 +3,10 @@
 Trials are separate runs with rates of a ladder; the rate with the best result on the validation
 examples is chosen, and the test split is never evaluated. First all rates of `start` are tried.
 Then, while the best rate is the lowest or highest of the tried rates, the next rate on that side is
-tried, at most `extend` times. Of equal results the lower rate wins; a diverged run is the worst. A
-trial has as many steps as the tuned runs, unless the rule has `steps`, because the best rate of
-short runs may be too high for long ones.
+tried, at most `extend` times; a single tried rate is both, and the lower side comes first. Of equal
+results the lower rate wins; a diverged run is the worst. A trial has as many steps as the tuned
+runs, unless the rule has `steps`, because the best rate of short runs may be too high for long
+ones.
 
 A method may have alternatives, the combinations of the values of its `factors` (momentum, the
 granularity of top-k, ...). The same rule tunes the rate of each alternative, and the alternative
@@ -185,10 +186,13 @@ class Tune(BaseModel):
 
     def _beyond(self, best: float, rungs: Sequence[float]) -> float | None:
         """Return the next rate if the best of the tried rates, in order, is at their edge."""
-        if best not in (rungs[0], rungs[-1]) or len(rungs) >= len(self.start) + self.extend:
+        if len(rungs) >= len(self.start) + self.extend:
             return None
-        place = self.ladder.index(best) + (-1 if best == rungs[0] else 1)
-        return self.ladder[place] if 0 <= place < len(self.ladder) else None
+        for edge, step in ((rungs[0], -1), (rungs[-1], 1)):  # a single rate is both
+            place = self.ladder.index(best) + step
+            if best == edge and 0 <= place < len(self.ladder):
+                return self.ladder[place]
+        return None
 
 
 def quality(summary: Mapping[str, Any]) -> float:
