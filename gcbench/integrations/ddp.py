@@ -85,14 +85,15 @@ class Settings(HookSettings):
     """Whether ranks agree before each exchange. gcbench's own engines stop all workers if one
     fails, and their results count the bytes of gradients alone."""
 
-    def lanes(self, plan: Plan, step: int) -> list[Lane]:
-        """Return how each lane of the plan is exchanged from `step` on."""
+    def lanes(self, plan: Plan, step: int, skipped: int = 0) -> list[Lane]:
+        """Return how each lane of the plan is exchanged from `step` on, after `skipped` steps."""
+        exact = self.warms_up(step, skipped) or self.at(step)[0].rule.in_fp32(step)
         return [
             lane_of(
                 [placed.shape for placed in tensors],
                 tensors[0].start,
                 *self.at(step),
-                exact=dense or step < self.start_step or self.at(step)[0].rule.in_fp32(step),
+                exact=dense or exact,
             )
             for tensors, dense in zip(plan.lanes, plan.dense, strict=True)
         ]
@@ -133,7 +134,8 @@ def comm_hook(
         collective: one of the method's legal ones; default the first of them.
         dense_below: tensors of fewer elements stay in fp32.
         dense_last: the last layer stays in fp32.
-        start_step: steps before it are exchanged in fp32.
+        start_step: steps before it are exchanged in fp32. Skipped steps do not count for methods
+            that need such a warm-up (`onebitadam`).
         check_every: at each step that is a multiple of it, compute the plain mean as well and
             compare each tensor's compressed mean with it; 0 for never.
         check_error: warn about tensors whose relative error is larger; default 1.5 for contractive
@@ -143,7 +145,8 @@ def comm_hook(
             It must not call `state_dict`, `load_state_dict` or `close`, which wait for that thread.
         seed: of random numbers; models trained at the same time should have different ones.
         bucket_mb: size of a group of tensors that are exchanged together, in MiB of fp32.
-        timeout: seconds that a rank waits for the others in a collective.
+        timeout: seconds that a rank waits for the others in a collective, and in `register`, which
+            waits at most 60.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. You may pass it to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
@@ -264,6 +267,11 @@ class CommHook(Hook):
         return self
 
     @property
+    def _patience(self) -> float:
+        """Seconds to wait for the other ranks, which have just met in DDP's constructor."""
+        return min(super()._patience, handshake.PATIENCE)
+
+    @property
     def _exchanges(self) -> bool:
         """Whether gradients pass through an exchange: on one rank only if it applies a rule or a
         momentum."""
@@ -372,12 +380,7 @@ class CommHook(Hook):
         if self._closed:
             raise UsageError("this hook was closed: make a new one")
         _check_free(model)
-        settings, ignored = self.settings, getattr(model, "parameters_to_ignore", ())
-        named = {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        }
+        settings, named = self.settings, _reduced(model)
         _check_parameters(model.module, named)
         device = next(iter(named.values())).device
         handshake.check_backend("the model's", model.process_group, device)
@@ -402,7 +405,7 @@ class CommHook(Hook):
         self._named = named  # a reference, so that their ids stay unique
         self._level = Level(
             self._world_of(model.process_group, device),
-            lambda step: settings.lanes(plan, step),
+            partial(settings.lanes, plan),
             settings.stages,
             [[(placed.name, placed.numel) for placed in lane] for lane in plan.lanes],
             settings.seed,
@@ -489,7 +492,7 @@ class CommHook(Hook):
                 names = (*memory.residuals, *memory.dense().residuals)
                 saved = [redistributed(saved, exchange, names)]
             if saved[0] is not None or not resized:  # a state of one rank has no exchange
-                exchange.load_state_dict(saved[0])
+                self._level.load(exchange, step, saved[0])
             self._level.exchange = exchange
         self._step, self._absent, self._checked_bytes = step, absent, checked
 
@@ -526,7 +529,7 @@ class CommHook(Hook):
             return
         names = [
             name
-            for name, parameter in model.module.named_parameters()
+            for name, parameter in model.module.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
             and id(parameter) not in self._placed
             and name not in model.parameters_to_ignore
@@ -821,7 +824,8 @@ class CommHook(Hook):
         """
         exchange, world = self._level.exchange, self._level.world
         if not exchange.lanes[number].memory.joint:
-            gradient = exchange.offered(number, gradient, self.step)
+            with exchange._resting(number):  # as `Exchange.lane_mean`
+                gradient = exchange.offered(number, gradient, self.step)
         before, world.traffic[0] = world.traffic[0], self._checked_bytes
         try:
             return world.all_reduce([gradient], "sum").div_(world.size)
@@ -866,6 +870,17 @@ class CommHook(Hook):
         self._agree_on_means(step)
         self._stepped_since = True
         self._new_step()
+
+
+def _reduced(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return the parameters that DDP reduces, each by its first name.
+
+    DDP ignores a shared parameter only if all its names are in its list.
+    """
+    ignored = model.parameters_to_ignore
+    every = model.module.named_parameters(remove_duplicate=False)
+    reduced = {id(p) for name, p in every if p.requires_grad and name not in ignored}
+    return {name: p for name, p in model.module.named_parameters() if id(p) in reduced}
 
 
 def _check_free(model: DistributedDataParallel) -> None:

@@ -132,8 +132,8 @@ def shard_hook(
         between_memory: as `memory`, for the exchange between replicas. Error feedback may be used
             at both levels; each stores its own error.
         between_memory_options: fields of `between_memory`.
-        timeout: seconds that a rank waits for the others in a collective, also when FSDP gathers
-            parameters.
+        timeout: seconds that a rank waits for the others in `register` and in a collective, also
+            when FSDP gathers parameters.
         optimizer: the optimizer of the model's parameters, or a list of them: residuals follow the
             learning rate of their parameter's group. You may pass it to `register` instead. Without
             it set `hook.lr` at each step, if the rate changes.
@@ -197,15 +197,17 @@ def shard_hook(
     return ShardHook(settings, Rates(optimizer, scaler, settings.unsuitable))
 
 
-def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lane]:
+def lanes(
+    settings: Settings, layout: Layout, start: int, step: int, skipped: int = 0
+) -> list[Lane]:
     """Return how the ranks that shard a module exchange its lanes from `step` on.
 
     `start`: index of the module's first element among all that the model exchanges, which addresses
-    random numbers.
+    random numbers. `skipped`: skipped steps before it.
     """
     result = []
     for parameters in layout.lanes():
-        exact = layout.is_dense(parameters) or step < settings.start_step
+        exact = layout.is_dense(parameters) or settings.warms_up(step, skipped)
         compressor, collective, memory = settings.at(step)
         method, memory = exact_or(compressor, memory, exact=exact)
         offsets, edges = [0], [0]
@@ -221,16 +223,17 @@ def lanes(settings: Settings, layout: Layout, start: int, step: int) -> list[Lan
 
 
 def replica_lanes(
-    settings: Settings, layout: Layout, rank: int, start: int, step: int
+    settings: Settings, layout: Layout, rank: int, start: int, step: int, skipped: int = 0
 ) -> list[Lane]:
     """Return how the replicas of a module's shard exchange it from `step` on.
 
-    They are the lanes of `lanes` with the chunks of one `rank`; one may be empty. `start` as there.
+    They are the lanes of `lanes` with the chunks of one `rank`; one may be empty. `start` and
+    `skipped` as there.
     """
     between = settings.between or Scheme.of("none", None, None, None)
     result = []
     for parameters in layout.lanes():
-        exact = layout.is_dense(parameters) or step < settings.start_step
+        exact = layout.is_dense(parameters) or settings.warms_up(step, skipped)
         shapes = layout.shapes(parameters, rank)
         result.append(lane_of(shapes, start, *between.at(step), exact=exact))
         start += result[-1].segments.numel
@@ -429,7 +432,10 @@ class ShardHook(Hook):
             **self._summarize(count, numel, layout),
             **{
                 f"between {name}": between.get(name)
-                for name in ("compressor", "code of compressor", "collective", "memory")
+                for name in (
+                    *("compressor", "code of compressor", "collective"),
+                    *("memory", "code of memory"),
+                )
             },
             "replicas": 1 if replicas is None else replicas.size(),
         }

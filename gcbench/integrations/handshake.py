@@ -22,7 +22,8 @@ from gcbench.integrations.agreement import differences
 
 T = TypeVar("T")
 PATIENCE = 60.0
-"""Seconds that a rank waits for the others to register, unless the timeout is shorter."""
+"""Seconds that a rank waits for the others to register on a DDP model, unless the timeout is
+shorter."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Type of device -> the backend that a process group needs for its tensors."""
 STORE_SECONDS = 3.0
@@ -111,6 +112,8 @@ def meet(
     refused: str,
     seconds: float,
     roster: Roster,
+    *,
+    call: str = "register",
 ) -> tuple[Store, Roster]:
     """Check that all ranks of `group` registered with the same settings.
 
@@ -124,6 +127,7 @@ def meet(
         refused: why this rank cannot register; "" if it can.
         seconds: how long to wait for the others.
         roster: the ranks that this one has met.
+        call: the function by which a rank registers.
 
     Raises:
         UsageError: a rank refused, maybe this one; or the ranks differ, with the values.
@@ -136,7 +140,9 @@ def meet(
         deadline = time.monotonic() + seconds
         part = _open(store, rank, size, deadline)
         if part is None:
-            raise UsageError(refused) if refused else _without_first(store, members, rank, seconds)
+            if refused:
+                raise UsageError(refused)
+            raise _without_first(store, members, rank, seconds, call)
         if rank:  # rank 0 may wait longer for others, and then reports it
             deadline = time.monotonic() + seconds
         keys = [f"rank/{each}" for each in range(size)]
@@ -144,7 +150,7 @@ def meet(
         part.set(keys[rank], json.dumps(report))
         if refused:
             raise UsageError(refused)
-        _await(part, keys, members, rank, seconds, deadline)
+        _await(part, keys, members, rank, seconds, deadline, call)
         return part, [json.loads(part.get(key)) for key in keys]
 
     part, reports = ask(exchange, 2 * seconds + STORE_SECONDS)
@@ -197,7 +203,7 @@ def _part(store: Store, name: str) -> Store:
 
 
 def _without_first(
-    store: Store, members: list[int], rank: int, seconds: float
+    store: Store, members: list[int], rank: int, seconds: float, call: str
 ) -> UsageError | PeerLostError:
     """Return the error of a rank that the group's first rank did not meet, perhaps any more."""
     if store.check([MEETING]):
@@ -205,22 +211,28 @@ def _without_first(
         report = json.loads(part.get("rank/0")) if part.check(["rank/0"]) else {}
         if report.get("refused"):
             return UsageError(f"rank {members[0]} could not register: {report['refused']}")
-    return PeerLostError(f"rank {members[rank]}: {_absence([members[0]], seconds)}")
+    return PeerLostError(f"rank {members[rank]}: {_absence([members[0]], seconds, call)}")
 
 
-def _absence(missing: list[int], seconds: float) -> str:
+def _absence(missing: list[int], seconds: float, call: str) -> str:
     return (
-        f"{', '.join(f'rank {each}' for each in missing)} did not register a hook within "
-        f"{seconds:.0f} s. Every rank must call register: look for errors of those ranks"
+        f"{', '.join(f'rank {each}' for each in missing)} did not call {call} within "
+        f"{seconds:.0f} s. Every rank must call it: look for errors of those ranks"
     )
 
 
 def _await(
-    store: Store, keys: list[str], members: list[int], rank: int, seconds: float, deadline: float
+    store: Store,
+    keys: list[str],
+    members: list[int],
+    rank: int,
+    seconds: float,
+    deadline: float,
+    call: str,
 ) -> None:
     """Wait until all ranks have written; PeerLostError names the missing ones.
 
-    `seconds`: how long a rank waits, for the error.
+    `seconds`: how long a rank waits, for the error; `call`: what the missing ones did not call.
     """
     for key in keys:
         left = max(deadline - time.monotonic(), 0.001)
@@ -229,7 +241,7 @@ def _await(
         except RuntimeError as error:
             written = [store.check([each]) for each in keys]
             missing = [member for member, there in zip(members, written, strict=True) if not there]
-            text = _absence(missing, seconds)
+            text = _absence(missing, seconds, call)
             with suppress(RuntimeError):  # a rank that arrives later reads it
                 store.set(keys[rank], json.dumps({"refused": text, "summary": {}}))
             raise PeerLostError(f"rank {members[rank]}: {text}") from error

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, Self, TypeVar
@@ -67,6 +67,15 @@ class HookSettings(Scheme):
     def stages(self) -> list[int]:
         """The steps, from 0 on, at which the exchange of a lane may change."""
         return sorted({0, self.start_step, *self.later})
+
+    def warms_up(self, step: int, skipped: int) -> bool:
+        """Return whether a step precedes `start_step`, so that it is exchanged in fp32.
+
+        The `skipped` steps before it do not count if the update rule estimates a quantity from the
+        fp32 steps.
+        """
+        done = step - skipped if self.at(step)[0].rule.needs_warm_up else step
+        return done < self.start_step
 
     def unsuitable(self, optimizer: torch.optim.Optimizer) -> str:
         """Return why an optimizer must not apply the exchanged means; "" if it may."""
@@ -348,7 +357,7 @@ class Hook:
     @property
     def _patience(self) -> float:
         """Seconds to wait for the other ranks to register."""
-        return min(float(self.settings.timeout), handshake.PATIENCE)
+        return float(self.settings.timeout)
 
     def _summarize(self, count: int, numel: int, layout: object) -> dict[str, Any]:
         """Return what must be the same on all ranks, by a readable name; both hooks add to it."""
@@ -462,10 +471,15 @@ class Hook:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Run what the other ranks also run; after an error in it, refuse all later exchanges."""
+        """Run what the other ranks also run; after an error in it, refuse all later exchanges.
+
+        The caller's autocast does not apply.
+        """
         self.raise_failure()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), ExitStack() as stack:
+                for device in handshake.BACKENDS:
+                    stack.enter_context(torch.autocast(device, enabled=False))
                 yield
         except BaseException as error:
             self._fail(error)
@@ -587,7 +601,7 @@ class Hook:
             "rank": rank,
             "world_size": self._size,
             "lr": self._rates.assigned,
-            "settings": self._summary,
+            "settings": {k: v for k, v in self._summary.items() if k not in scheme.UNSAVED},
             **entry,
         }
         return RankState({key_of(rank, self._size): sealed.seal(whole)})

@@ -8,8 +8,9 @@ update rule) remains as large as it is when the scaler divides by the scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class Level:
     def __init__(
         self,
         world: HookWorld,
-        lanes: Callable[[int], list[Lane]],
+        lanes: Callable[[int, int], list[Lane]],
         stages: Sequence[int],
         parts: Sequence[Sequence[tuple[str, int]]],
         seed: int,
@@ -43,8 +44,8 @@ class Level:
 
         Args:
             world: this rank's place in the group.
-            lanes: returns how lanes are exchanged from a step on.
-            stages: the steps, from 0 on, at which that may change.
+            lanes: returns how lanes are exchanged from a step on, after a number of skipped steps.
+            stages: the steps, from 0 on, at which that may change, with skipped steps or without.
             parts: per lane the parameter of each part, and its number of elements.
             seed: as for `Exchange`.
             clock: as for `Exchange`.
@@ -68,13 +69,23 @@ class Level:
 
         It passes through all stages first, so that states have the same entries at every step.
         """
-        first, *later = (self.lanes(start) for start in self.stages)
+        first, *later = (self.lanes(start, 0) for start in self.stages)
         exchange = Exchange(self.world, first, self.seed, self.clock, owns_shards=self.owns_shards)
         exchange.divide(self.parts)
-        for lanes in [*later, self.lanes(max(0, step - 1))]:
+        for lanes in [*later, self.lanes(max(0, step - 1), 0)]:
             exchange.change(lanes)
         exchange.buffers = self.buffers or exchange.buffers
         return exchange
+
+    def load(self, exchange: Exchange, step: int, saved: Mapping[str, Any]) -> None:
+        """Restore the state of an exchange that `make(step)` returned.
+
+        Raises:
+            gcbench.core.errors.UsageError: as `Exchange.load_state_dict`.
+        """
+        exchange.load_state_dict(saved)
+        if exchange.skipped:
+            exchange.change(self.lanes(max(0, step - 1), exchange.skipped))
 
     @property
     def numel(self) -> int:
@@ -99,9 +110,10 @@ class Level:
         From then on all buffers are consistent with the recorded rates, also if `undo` restores
         them.
         """
+        skipped = self.exchange.skipped
         switches = any(lane.rule.switches(step) for lane in self.exchange.lanes)
-        if step and (switches or step in self.stages):
-            self.exchange.change(self.lanes(step))
+        if step and (switches or step in self.stages or step - skipped in self.stages):
+            self.exchange.change(self.lanes(step, skipped))
         if any(lane.memory.residuals for lane in self.exchange.lanes):
             rates.check_shared([name for names in self.names for name in names])
         current, self.scale = self.rates(rates), rates.scale or 1.0

@@ -167,8 +167,8 @@ def local_steps(
             `signsgd` and `demo`, which exchange directions instead of a mean.
         outer_momentum: its momentum, at least 0 and below 1.
         outer_nesterov: whether it is Nesterov's.
-        timeout: seconds that a rank waits for the others in a collective. Ranks may be at different
-            steps of a round, so it must exceed the time of a round.
+        timeout: seconds that a rank waits for the others in this call and in a collective. Ranks
+            may be at different steps of a round, so it must exceed the time of a round.
         state: the `state_dict` of this rank to resume from. Load the states of the model and the
             optimizer first, saved at the same step: other parameters are refused.
         options: fields of the compressor, each a value or a schedule by step.
@@ -255,7 +255,8 @@ class LocalSteps(Hook):
                 frozen = [p.data for p in model.parameters() if not p.requires_grad]
                 plain = [x for x in frozen if type(x) is Tensor]
                 summary["frozen parameters (digest)"] = agreement.digest_of(plain)
-            return handshake.meet(group, summary, refused, self._patience, Roster.alone())
+            patience, roster = self._patience, Roster.alone()
+            return handshake.meet(group, summary, refused, patience, roster, call=self.CALL)
 
         store, roster = self._prepare_and_meet(lambda: self._prepare(model, group), meet)
         with self._exchanging():
@@ -356,11 +357,11 @@ class LocalSteps(Hook):
             nesterov=settings.outer_nesterov,
         )
 
-        def lanes(step: int) -> list[Lane]:
+        def lanes(step: int, skipped: int) -> list[Lane]:
             result: list[Lane] = []
             for is_dense, names in groups:
                 start = sum(lane.segments.numel for lane in result)
-                exact = is_dense or step < settings.start_step
+                exact = is_dense or settings.warms_up(step, skipped)
                 parts = [shapes[name] for name in names]
                 result.append(lane_of(parts, start, *settings.at(step), exact=exact))
             return result
@@ -404,7 +405,7 @@ class LocalSteps(Hook):
         self.raise_failure()
         settings, rounds = self.settings, self.settings.rounds
         if self._step and self._step in settings.stages:
-            self._level.exchange.change(self._level.lanes(self._step))
+            self._level.exchange.change(self._level.lanes(self._step, 0))
         self._step += 1
         self._since += 1
         self._uncounted, self._beside, self._saved = 0, False, False
@@ -581,16 +582,47 @@ class LocalSteps(Hook):
 
     def _state(self) -> RankState:
         self._saved = True
-        moments = [self._outer.state[x].get("momentum_buffer") for x in self._common_x]
         entry = {
             "step": self._step,
             "since": self._since,
             "model": _digest(self._parameters),
             "parameters": [x.cpu().clone() for x in self._common_x],
-            "momentum": [None if m is None else m.cpu().clone() for m in moments],
+            **self._moments(),
             "exchange": self._level.exchange.state_dict(),
         }
         return self._sealed(self._level.world.ranks[0], entry)
+
+    def _moments(self) -> dict[str, list[Any]]:
+        """Return the outer momentum of each parameter, with the same entries at every step.
+
+        A template for `torch.distributed.checkpoint` is saved before the first round, where "begun"
+        is false and the momentum zeros.
+        """
+        if not self.settings.outer_momentum:
+            return {"momentum": [None for _ in self._common_x]}
+        moments = [self._outer.state[x].get("momentum_buffer") for x in self._common_x]
+        pairs = zip(self._common_x, moments, strict=True)
+        return {
+            "momentum": [
+                torch.zeros_like(x).cpu() if m is None else m.cpu().clone() for x, m in pairs
+            ],
+            "begun": [m is not None for m in moments],
+        }
+
+    def _saved_moments(self, entry: Mapping[str, Any]) -> list[Tensor | None]:
+        """Return the checked outer momentum of each parameter in a state; None: not begun.
+
+        States of earlier versions have None instead of zeros, and no "begun".
+        """
+        count = len(self._common_x)
+        moments = sealed.sequence("momentum", sealed.entry(entry, "momentum"), count)
+        flags = entry.get("begun", [moment is not None for moment in moments])
+        begun = sealed.sequence("begun", flags, count)
+        pairs = zip(self._names, self._common_x, moments, strict=True)
+        for (name, x, moment), flag in zip(pairs, begun, strict=True):
+            if flag or moment is not None:
+                sealed.floats(f"momentum of {name}", moment, x.shape)
+        return [moment if flag else None for moment, flag in zip(moments, begun, strict=True)]
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         entry = self._entry(state, self._level.world.ranks[0], self._size)
@@ -598,13 +630,9 @@ class LocalSteps(Hook):
         since = sealed.integer("since", sealed.entry(entry, "since"), 0, sealed.STEPS)
         count = len(self._common_x)
         parameters = sealed.sequence("parameters", sealed.entry(entry, "parameters"), count)
-        moments = sealed.sequence("momentum", sealed.entry(entry, "momentum"), count)
-        for name, x, value, moment in zip(
-            self._names, self._common_x, parameters, moments, strict=True
-        ):
+        for name, x, value in zip(self._names, self._common_x, parameters, strict=True):
             sealed.floats(name, value, x.shape)
-            if moment is not None:
-                sealed.floats(f"momentum of {name}", moment, x.shape)
+        moments = self._saved_moments(entry)
         expected, received = sealed.entry(entry, "model"), _digest(self._parameters)
         if received != expected:
             raise UsageError(

@@ -17,8 +17,10 @@ from gcbench.core.errors import UsageError
 from gcbench.core.exchange import check_legal
 from gcbench.core.memory import Memory
 
+UNSAVED = ("code of memory", "between code of memory")
+"""Settings that ranks compare and states do not contain: those of earlier versions lack them."""
 FREE = (
-    *("gcbench", "code of compressor", "between code of compressor"),
+    *("gcbench", "code of compressor", "between code of compressor", *UNSAVED),
     *("check_every", "on_nonfinite", "rates", "step"),
 )
 """Settings that may differ between the job that saved a state and the one that loads it."""
@@ -84,6 +86,7 @@ class Scheme:
             "code of compressor": _code(kind),
             "collective": self.collective,
             "memory": f"{type(self.memory).__module__}.{registry.call(self.memory)}",
+            "code of memory": _code(type(self.memory)),
         }
 
 
@@ -146,7 +149,7 @@ def check_settings(saved: Any, current: Mapping[str, Any]) -> None:
 
 
 def _code(cls: type[Any]) -> str:
-    """Return a digest of the source of the method's module; "" if there is no source."""
+    """Return a digest of the source of a class's module; "" if there is no source."""
     module = inspect.getmodule(cls)
     source = None if module is None else registry.executed(module)
     if source is None:

@@ -164,6 +164,7 @@ class Trainer:
                 "gradients=loop for this model"
             )
         _check_randomness(self.model, config.gradients)
+        self.skipped = 0
         self._lay_out()
         self.recorder = self._recorder()
         world.inline = self.total < THREADS_FROM
@@ -191,7 +192,6 @@ class Trainer:
         self.average = Average(self.parameters, config.ema)
         self.step = 0
         self.longest_delay = 0.0
-        self.skipped = 0
         self.seconds = 0.0
         self.train_loss = math.nan
         self.batches = Batches(config, self.task, self.train, self.device)
@@ -242,13 +242,18 @@ class Trainer:
         return captures.Recorder(plan, self.run, self.world, layers, config, network)
 
     def _lanes(self, step: int) -> list[Lane]:
-        """Return the lanes of the bucket from `step` until the next stage."""
+        """Return the lanes of the bucket from `step` until the next stage.
+
+        Skipped steps do not count as fp32 steps for an update rule that needs a warm-up.
+        """
         config, carried = self.config, self.config.make_memory()
         method, start, lanes = config.make_compressor(step), 0, []
+        rule = method.rule
+        done = step - self.skipped if rule.needs_warm_up else step
+        in_fp32 = done < config.start_step or rule.in_fp32(step)
         for _, dense, shapes in self.groups:
-            exact = dense or step < config.start_step or method.rule.in_fp32(step)
             way = (method, config.collective, carried)
-            lanes.append(lane_of(shapes, start, *way, exact=exact, trim=config.trim))
+            lanes.append(lane_of(shapes, start, *way, exact=dense or in_fp32, trim=config.trim))
             start += lanes[-1].segments.numel
         return lanes
 
@@ -440,7 +445,7 @@ class Trainer:
         self.clock.start_step()
         config = self.config
         switches = any(lane.rule.switches(self.step) for lane in self.exchange.lanes)
-        if self.step and (switches or self.step in self.stages):
+        if self.step and (switches or {self.step, self.step - self.skipped} & self.stages):
             self.exchange.change(self._lanes(self.step))
         buckets, losses = self._gradients()
         if self.recorder is not None:
@@ -741,7 +746,7 @@ class Trainer:
             print(f"gcbench: {text}", file=sys.stderr, flush=True)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.skipped = state["step"], state["skipped"]
         restore(self.parameters, state["parameters"])
         restore(self.average.values, state["ema"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -766,7 +771,7 @@ class Trainer:
                 buffer.copy_(fitting(worker["buffers"][name], buffer))
         for rank, local in zip(self.world.ranks, self.local, strict=False):
             local.load_state(state["workers"][rank])
-        self.skipped, self.seconds = state["skipped"], state["seconds"]
+        self.seconds = state["seconds"]
         self.world.modelled_seconds = state["modelled_seconds"]
         self.clock.steps = state["clock"].tolist()
 

@@ -43,6 +43,7 @@ from gcbench.core.compressor import (
     Segments,
 )
 from gcbench.core.exchange import Exchange
+from gcbench.core.memory import Memory
 from gcbench.core.world import Link, SimulatedWorld
 from gcbench.integrations import frameworks, scheme
 from gcbench.integrations import plan as plans
@@ -409,6 +410,39 @@ def resumed_start(rank: int, size: int) -> dict[str, Any]:
         ended = hooked(rank, comm_hook(name, **options))
         result[f"{name}, {step}"] = torch.equal(ended, resumed(rank, name, options))
     return result
+
+
+@job
+def skipped_warm_up(rank: int, size: int) -> dict[str, Any]:
+    """Skip steps before, in and after the warm-up, and resume there; on the same data."""
+
+    def trained(bad: Collection[int]) -> Tensor:
+        net, good = model(), iter(range(STEPS))
+        hook: Any = None
+        state: Any = None
+        for step in range(STEPS + len(bad)):
+            if step in (0, 4, 7, 8):  # before step 7 the first compressed one was skipped
+                if hook is not None:
+                    state = hook.state_dict()
+                    hook.close()
+                ddp = wrapped(net)
+                hook = comm_hook("onebitadam", start_step=2, on_nonfinite="skip", **METHOD)
+                if state is not None:
+                    hook.load_state_dict(state)
+                hook.register(ddp)
+                optimizer = hook.optimizer(net.parameters(), lr=0.01)
+            net.zero_grad()
+            x, y = batch(0 if step in bad else next(good), rank)
+            loss = cross_entropy(ddp(x), y)
+            (loss * torch.inf if step in bad else loss).backward()
+            if step not in bad:
+                optimizer.step()
+        hook.close()
+        return flat(net)
+
+    ended = trained([])
+    moved = not torch.equal(ended, flat(model()))
+    return {"moved": moved, "equal": torch.equal(trained([0, 1, 3, 4, 6]), ended)}
 
 
 @job
@@ -853,6 +887,8 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     _version.__version__ = version
     digest, scheme._code = scheme._code, lambda cls: "changed" if odd else "original"
     result["code"] = refused(lambda: register(hook("none")))
+    scheme._code = lambda cls: "changed" if odd and issubclass(cls, Memory) else "original"
+    result["code of memory"] = refused(lambda: register(hook("none")))
     scheme._code = digest
     ddp = wrapped(model())
     if odd:  # as after a load on one rank
@@ -1393,7 +1429,58 @@ def checks(rank: int, size: int) -> dict[str, Any]:
     return result
 
 
+@job
+def checked_at_rest(rank: int, size: int) -> dict[str, Any]:
+    """Compare means at the rate 0, at which the exchange sends no residuals."""
+    ddp = DDP(nn.Linear(64, 32, bias=False))
+    hook = comm_hook("topk", ratio=0.01, check_every=4).register(ddp)
+    for step in range(5):
+        hook.lr = 0.1 if step < 4 else 0.0
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        ddp.zero_grad()
+        ddp(x).square().mean().backward()
+    (plain,) = torch.autograd.grad(ddp.module(x).square().mean(), ddp.module.weight)
+    apart = float((ddp.module.weight.grad - plain).norm() / plain.norm())
+    hook.close()
+    return {"record": hook.records[-1].relative_error, "apart": apart}
+
+
 # ---- nothing goes wrong silently -----------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@job
+def tied(rank: int, size: int) -> dict[str, Any]:
+    """Let DDP ignore a shared weight by its first name, by its second one, and by both."""
+    result: dict[str, Any] = {}
+    both = "first.weight", "second.weight"
+    for names in (both[:1], both[1:], both):
+        means = []
+        for hooked in (False, True):
+            torch.manual_seed(1)
+            net = Tied()
+            DDP._set_params_and_buffers_to_ignore_for_model(net, list(names))
+            ddp = DDP(net)
+            hook = comm_hook("none").register(ddp) if hooked else None
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+            texts = warned(lambda ddp=ddp, x=x: ddp(x).square().mean().backward())
+            means.append(torch.cat([p.grad.view(-1) for p in net.parameters()]))
+            if hook is not None:
+                hook.close()
+        far = float((means[0] - means[1]).abs().max())
+        result[", ".join(names)] = {"far": far, "texts": texts, "mean": digest(means[1])}
+    return result
 
 
 def offered(hook: Any) -> list[dict[str, Tensor]]:

@@ -10,16 +10,19 @@ import dataclasses
 import io
 import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_jobs import batch, changed, flat, model, of_loss, refused, resumable, sgd, traits, warned
+from gcbench.compressors.memories.none import NoMemory
 from jobs import collection, digest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +37,7 @@ from gcbench.core import registry, sealed
 from gcbench.core.clock import Clock
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.world import Link, SimulatedWorld
-from gcbench.integrations import fsdp, handshake
+from gcbench.integrations import fsdp, handshake, scheme
 from gcbench.integrations.sharded import takes_unused
 
 STEPS = 4
@@ -428,6 +431,33 @@ def two_levels_broken(rank: int, size: int) -> dict[str, Any]:
     return result
 
 
+class Weighted(nn.Module):
+    """A sum of weights with these factors, which are its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 48))
+
+    def forward(self, factors: Tensor) -> Tensor:
+        return (self.weight * factors).sum()
+
+
+@job
+def autocast(rank: int, size: int) -> dict[str, Any]:
+    """Call backward inside autocast, which applies to the products of matrices of a method."""
+    mesh, ends = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard")), []
+    factors = torch.randn(64, 48, generator=torch.Generator().manual_seed(rank))
+    for enabled in (False, True):
+        net = Weighted()
+        fully_shard(net, mesh=mesh["shard"])
+        hook = gcbench.shard_hook("none", between="powersgd")
+        hook.register(net, replicas=mesh["replicate"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            net(factors).backward()
+        ends.append(net.weight.grad.to_local().clone())
+    return {"equal": torch.equal(*ends)}
+
+
 @job
 def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
     hook, result, odd = gcbench.shard_hook, {}, rank == size - 1
@@ -458,6 +488,10 @@ def two_levels_refused(rank: int, size: int) -> dict[str, Any]:
     )
     memory = {"between_memory": "none" if odd else "residual"}
     result["memory"] = refused(lambda: register(hook("int8", between="hadamard4", **memory)))
+    code = mock.patch.object(scheme, "_code", lambda cls: str(odd and cls is NoMemory))
+    with code:
+        one = hook("int8", memory="residual", between="hadamard4")
+        result["code of memory"] = refused(lambda: register(one))
     state = register(hook("int8", between="hadamard4")).state_dict()
 
     def loaded(between: str | None) -> Any:
@@ -918,18 +952,18 @@ def differences(rank: int, size: int) -> dict[str, Any]:
     hook, odd, result = gcbench.shard_hook, rank == size - 1, {}
     result["method"] = refused(lambda: hook("qsgd" if odd else "terngrad").register(sharded()))
     result["seed"] = refused(lambda: hook("none", seed=int(odd)).register(sharded()))
-    patience, handshake.PATIENCE = handshake.PATIENCE, 1.0
     net = sharded()
     dist.barrier()
     if not odd:
-        result["absent"] = refused(lambda: hook("none").register(net))
+        result["absent"] = refused(lambda: hook("none", timeout=1.0).register(net))
     dist.barrier()
     if odd:
-        result["absent"] = refused(lambda: hook("none").register(net))
+        result["absent"] = refused(lambda: hook("none", timeout=1.0).register(net))
     dist.barrier()  # otherwise the late rank would meet the others at their next call
-    handshake.PATIENCE = patience
     net = sharded()
-    one = hook("terngrad").register(net)
+    with mock.patch.object(handshake, "PATIENCE", 0.1):  # as if a rank prepared data for a minute
+        time.sleep(0.5 * odd)
+        one = hook("terngrad").register(net)
     x, _ = batch(0, rank)
     result["nan"] = refused(lambda: (net(x).sum() * float("nan")).backward())
     result["after"] = refused(lambda: one._modules[0](x, x, None, None))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.utils.prune
 from ddp_jobs import changed, refused, warned
 from jobs import collection, digest
@@ -17,6 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import gcbench
+from gcbench.core import sealed
+from gcbench.integrations import handshake
 from gcbench.training.configuration import Config
 from gcbench.training.examples import Batches
 
@@ -138,6 +144,60 @@ def resumed(rank: int, size: int) -> dict[str, Any]:
             result[f"{name}, {case}"] = refused(call)
         steps.close()
     return result
+
+
+@job
+def saved_momentum(rank: int, size: int) -> dict[str, Any]:
+    """Resume where the momentum of one fragment has begun: by DCP, and as earlier versions did."""
+    config, result = Config.make({**COMMON, **CASES["fragments"]}), {}
+    loop, new = Loop(config, rank), Loop(config, rank)
+    rounds = loop.local_steps()
+    loop.run(range(5))
+    state = rounds.state_dict()
+    rounds.close()
+    template = new.local_steps()
+    loaded = {"rounds": template.state_dict()}
+    with tempfile.TemporaryDirectory() as folder:
+        place = [folder]
+        dist.broadcast_object_list(place)
+        dcp.save({"rounds": state}, checkpoint_id=place[0])
+        dcp.load(loaded, checkpoint_id=place[0])
+        dist.barrier()
+    template.close()
+    ((key, entry),) = state.items()
+    result["begun"] = sorted({*entry["begun"]})
+    pairs = zip(entry["momentum"], entry["begun"], strict=True)
+    earlier = {**entry, "momentum": [m if begun else None for m, begun in pairs]}
+    earlier = sealed.seal({k: v for k, v in earlier.items() if k not in ("begun", "digest")})
+    for name, each in (("dcp", loaded["rounds"]), ("earlier", {key: earlier})):
+        again = Loop(config, rank)
+        again.model.load_state_dict(loop.model.state_dict())
+        again.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+        rounds = again.local_steps(state=each)
+        again.run(range(5, 8))
+        rounds.exchange()
+        result[name] = digest(again.flat())
+        rounds.close()
+    return result
+
+
+@job
+def autocast(rank: int, size: int) -> dict[str, Any]:
+    """Call the optimizer inside autocast, which applies to the products of matrices of a method."""
+    ends = []
+    for enabled in (False, True):
+        loop = Loop(Config.make({**COMMON, "compressor": "powersgd", "local_steps": 2}), rank)
+        rounds, step = loop.local_steps(), loop.optimizer.step
+
+        def cast(step: Any = step, enabled: bool = enabled) -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                step()
+
+        loop.optimizer.step = cast
+        loop.run(range(4))
+        ends.append(loop.flat())
+        rounds.close()
+    return {"equal": torch.equal(*ends)}
 
 
 @job
@@ -360,6 +420,12 @@ def faults(rank: int, size: int) -> dict[str, Any]:
     result["frozen"] = refused(other.local_steps)
     result["every"] = refused(lambda: Loop(config, rank).local_steps(every=2 + rank))
     result["blocks"] = refused(lambda: Loop(config, rank).local_steps(every=9, fragments=9))
+    if rank == 0:
+        result["absent"] = refused(lambda: Loop(config, rank).local_steps(timeout=1.0))
+    dist.barrier()
+    with mock.patch.object(handshake, "PATIENCE", 0.1):  # as if a rank prepared data for a minute
+        time.sleep(0.5 * rank)
+        result["late"] = refused(Loop(config, rank).local_steps)
     loop = Loop(config, rank)
     loop.local_steps()
     if rank == 1:

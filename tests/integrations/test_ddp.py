@@ -130,6 +130,30 @@ def test_a_job_is_resumed_around_its_first_compressed_step():
         assert all(result.values()), result
 
 
+def test_skipped_steps_are_no_warm_up():
+    """Without them a job ends in the same bits. The parameters had not moved: nothing had computed
+    the second moment that the update rule divides by."""
+    for result in of("skipped_warm_up"):
+        assert result["moved"]
+        assert result["equal"]
+
+
+def test_a_mean_at_the_rate_0_is_compared_with_what_was_sent():
+    """The comparison had included residuals, which the exchange sets aside there."""
+    for result in of("checked_at_rest"):
+        assert result["record"] == pytest.approx(result["apart"], rel=1e-5)
+
+
+def test_a_shared_weight_is_ignored_only_by_all_its_names():
+    first, second = of("tied")
+    for names in ("first.weight", "second.weight", "first.weight, second.weight"):
+        for result in (first, second):
+            assert result[names]["far"] < 1e-6
+            assert result[names]["texts"] == []
+        same = first[names]["mean"] == second[names]["mean"]
+        assert same == ("," not in names)
+
+
 @pytest.mark.parametrize("make", [gcbench.comm_hook, gcbench.shard_hook])
 def test_an_assigned_rate_takes_precedence_over_that_of_a_state(make):
     """In either order; a state from before the first exchange has no rate."""
@@ -278,6 +302,7 @@ DIFFERENT = {
     "start": "start_step: rank 0 0.*rank {odd} 1",
     "version": "gcbench: rank 0 '.*rank {odd} '9.9'",
     "code": "code of compressor: rank 0 'original'.*rank {odd} 'changed'",
+    "code of memory": r"settings\. code of memory: rank 0 'original'.*rank {odd} 'changed'",
     "parameters": "parameters .digest.: rank 0 '.*load the same parameters",
     "one refuses": "no parameter of the model requires a gradient",
 }
@@ -293,10 +318,10 @@ def test_ranks_that_registered_different_settings_all_name_them(size):
         if rank < size - 1:
             assert f"rank {size - 1} could not register" in result["one refuses"]["text"]
             assert result["absent"]["kind"] == "PeerLostError"
-            assert f"rank {size - 1} did not register" in result["absent"]["text"]
+            assert f"rank {size - 1} did not call register" in result["absent"]["text"]
             assert result["absent"]["seconds"] < jobs.PROMPT
         else:
-            message = f"rank 0 could not register: rank {rank} did not register"
+            message = f"rank 0 could not register: rank {rank} did not call register"
             assert message in result["late"]["text"]
         assert result["next attempt"]["text"] == ""
         assert result["after"]["finite"]

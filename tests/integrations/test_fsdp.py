@@ -182,6 +182,7 @@ TWO_LEVELS_REFUSED = {
     "absent": r"between compressor: rank \d .*Hadamard4.*rank \d None",
     "field": r"between compressor: rank \d .*levels=3.*rank \d .*levels=4",
     "memory": r"between memory: rank \d .*Residual.*rank \d .*NoMemory",
+    "code of memory": r"settings\. between code of memory: rank \d '\w+', rank \d '\w+'\. Make",
     "state without": "between compressor: '.*Hadamard4.*None",
     "state of another": "between compressor: .*Hadamard4.*Int8",
 }
@@ -468,11 +469,15 @@ def test_unsupported_models_are_refused_on_every_rank(name):
         assert result[name]["seconds"] < jobs.PROMPT
 
 
+def test_the_autocast_of_the_caller_does_not_apply_to_an_exchange():
+    assert all(result["equal"] for result in of("autocast"))
+
+
 def test_ranks_that_differ_all_name_the_difference():
     for rank, result in enumerate(of("differences")):
         assert re.search("compressor: rank 0 .*TernGrad.*rank 1 .*QSGD", result["method"]["text"])
         assert "seed: rank 0 0, rank 1 1" in result["seed"]["text"]
-        assert "rank 1 did not register" in result["absent"]["text"]
+        assert "rank 1 did not call register" in result["absent"]["text"]
         assert result["absent"]["kind"] == ("UsageError" if rank else "PeerLostError")
         message = "rank 0: the gradient of branch.weight is not finite at step 0"
         assert message in result["nan"]["text"]

@@ -48,6 +48,17 @@ def test_a_loop_resumed_in_a_round_ends_in_the_same_bits(name):
             assert "SHA-256" in result[f"{name}, {case}"]["text"]
 
 
+def test_a_momentum_that_has_begun_in_part_is_resumed():
+    """Also in a template of `torch.distributed.checkpoint`, saved before the momentum began."""
+    for result, whole in zip(of("saved_momentum"), of("equal"), strict=True):
+        assert result["begun"] == [False, True]
+        assert result["dcp"] == result["earlier"] == whole["fragments"]["end"]
+
+
+def test_the_autocast_of_the_caller_does_not_apply_to_an_exchange():
+    assert all(result["equal"] for result in of("autocast"))
+
+
 def test_a_state_without_momentum_restarts_without_momentum():
     for result, whole in zip(of("rewound"), of("equal"), strict=True):
         assert result["end"] == whole["sparse"]["end"]
@@ -71,6 +82,7 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert "initial parameters" in result["parameters"]["text"]
         assert "frozen parameters" in result["frozen"]["text"]
         assert "every: rank 0 2, rank 1 3" in result["every"]["text"]
+        assert result["late"]["text"] == "", "a rank waits as long as the timeout"
         for name in ("diverged", "again"):
             assert result[name]["kind"] == "DivergedError"
             assert re.match(r"rank 1: \S+ is not finite after 3 opt", result[name]["text"])
@@ -85,6 +97,12 @@ def test_faults_stop_all_ranks_with_the_cause():
         assert "at most" in result["blocks"]["text"]
         took = [each["seconds"] for each in result.values() if isinstance(each, dict)]
         assert max(took) < jobs.PROMPT
+
+
+def test_a_rank_that_does_not_call_it_is_named():
+    first, _ = of("faults")
+    assert first["absent"]["kind"] == "PeerLostError"
+    assert "rank 1 did not call gcbench.local_steps within 1 s" in first["absent"]["text"]
 
 
 def test_an_optimizer_that_replaces_the_counted_one_is_named_once():

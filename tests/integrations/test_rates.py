@@ -47,7 +47,7 @@ def level(simulated, clock):
         *(gcbench.get_compressor("onebit"), "allgather", 0, Segments.of([(4,), (4,)])),
         memory.make("residual", {}),
     )
-    return Level(simulated(1), lambda step: [lane], [0], [[("a", 4), ("b", 4)]], 0, clock)
+    return Level(simulated(1), lambda step, skipped: [lane], [0], [[("a", 4), ("b", 4)]], 0, clock)
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -127,7 +127,7 @@ def test_a_warning_about_a_residual_names_options_that_its_memory_has(
 ):
     carried = memory.make(name, {})
     lane = Lane(gcbench.get_compressor("topk"), "allgather", 0, Segments.of([(4,)]), carried)
-    level = Level(simulated(1), lambda step: [lane], [0], [[("a", 4)]], 0, clock)
+    level = Level(simulated(1), lambda step, skipped: [lane], [0], [[("a", 4)]], 0, clock)
     level.exchange.workers[0][0][carried.residuals[0]].fill_(1000.0)
     level.begin(0, Rates(None, None))
     with pytest.warns(UserWarning, match="the residual of a") as caught:

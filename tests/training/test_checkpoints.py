@@ -80,6 +80,33 @@ def test_no_flipped_bit_is_read(broken_off):
     assert run.checkpoint()["step"] == 9
 
 
+def test_skipped_steps_are_no_warm_up(tmp_path, simulated):
+    """A run that skips steps, and is resumed after each, ends as one with the same gradients and
+    without skipped steps. Before, nothing had computed the second moment, and nothing moved."""
+    settings = {"compressor": "onebitadam", "memory": None, "schedule": "constant", "start_step": 3}
+
+    def ended(folder: str, bad: tuple[int, ...]) -> str:
+        created = config(**settings, on_nonfinite="skip", steps=8 + len(bad))
+
+        def on_bucket(step: int, rank: int, bucket: torch.Tensor) -> None:
+            seed = 2 * (step - sum(each < step for each in bad)) + rank
+            bucket.copy_(torch.randn(bucket.shape, generator=torch.Generator().manual_seed(seed)))
+            if step in bad:
+                bucket[0] = torch.nan
+
+        run = Run(tmp_path / folder)
+        run.create()
+        for _ in range(created.steps):
+            options = Options(on_bucket=on_bucket)
+            trainer = Trainer(created, simulated(created.workers), run, options)
+            trainer.resume()
+            trainer.train_step()
+            trainer.save()
+        return trainer.parameter_hash()
+
+    assert ended("skipping", (0, 1, 4, 5, 8)) == ended("whole", ())
+
+
 def shrink(state):
     state["parameters"][0] = state["parameters"][0][:1].clone()
 
