@@ -66,7 +66,7 @@ def verify(
     name: Annotated[
         str,
         typer.Argument(
-            help="A compressor, see `gcbench list compressors`, or a file: ./mine.py.",
+            help="A compressor, see `gcbench list compressors`, or a file: ./mine.py:clip=2.0.",
             autocompletion=completed("compressors"),
         ),
     ],
@@ -97,10 +97,13 @@ def verify(
     from gcbench.training import grid
 
     options = grid.pairs("--set", set_)
+    name, fields = grid.method(name)
+    if both := fields.keys() & options.keys():
+        raise UsageError(f"--set {min(both)}: {name} has it already; remove one of them")
+    options = {**fields, **options}
     for field, value in options.items():
         if isinstance(value, list | dict):
             raise UsageError(f"--set {field}: one value expected; verify takes no grid")
-    name = registry.add_file(name)
     carried = registry.add_file(memory, "memory") if memory else ""
     results: list[verifying.Verified] = []
     texts = [" ".join(f"{key}={value}" for key, value in options.items())]

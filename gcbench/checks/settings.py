@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -79,10 +79,13 @@ def untried(method: Compressor) -> Measurement:
 
 def _other_values(method: Compressor) -> Iterator[tuple[str, Any]]:
     """Yield fields, and their values that neither the default nor a variant has."""
+    hints = get_type_hints(type(method))
     for name in registry.fields(type(method)):
         value = getattr(method, name)
         seen = [value, *(options.get(name, value) for options in method.variants)]
         choices: tuple[Any, ...] = (False, True) if isinstance(value, bool) else ()
+        if get_origin(hints.get(name)) is Literal:
+            choices = get_args(hints[name])
         if name == "granularity":
             choices = GRANULARITIES
         yield from ((name, choice) for choice in choices if choice not in seen)

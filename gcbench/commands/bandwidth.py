@@ -67,7 +67,9 @@ def bandwidth(
     threads: Annotated[
         int | None, option("Threads of each process. Default: cores / workers.", WHERE, min=1)
     ] = None,
-    seed: Annotated[int, option("Seed of the methods' random numbers.", WHERE)] = 0,
+    seed: Annotated[
+        int, option("Seed of the methods' random numbers.", WHERE, min=0, max=2**32 - 1)
+    ] = 0,
     out: Output,
 ) -> None:
     """Time plain and compressed collectives; check every result; exit code 1 if one is wrong.

@@ -13,11 +13,14 @@ from gcbench.core.values import items_of
 
 
 def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
-    """Return digests of the compressors' code and of the files in the other words.
+    """Return digests of the compressors' code, and of the files that the other words name.
+
+    Those that a --config file names are among them.
 
     Raises:
         UsageError: an unknown compressor, or a file that cannot be registered.
     """
+    from gcbench import netlab as lab
     from gcbench.core import files, registry
     from gcbench.training import grid
 
@@ -30,7 +33,20 @@ def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, 
         path = Path(word.rpartition("=")[2])
         if path.is_file():
             digests[word] = files.hash_file(path)
+    for key, values in lab.file_settings(arguments).items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, str) and Path(value).is_file():
+                digests[f"{key}: {value}"] = files.hash_file(Path(value))
     return digests
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Raise click's error if `gcbench run` has not such flags, before a lab is made."""
+    from gcbench.cli import app
+
+    group = typer.main.get_command(app)
+    run = group.get_command(typer.Context(group), "run")  # type: ignore[attr-defined]
+    run.make_context("run", list(words))
 
 
 @with_groups
@@ -80,6 +96,7 @@ def netlab(
             f"expected {nodes * workers_per_node}; leave --workers out"
         )
     compressors, arguments = lab.split(command)
+    _check_words(arguments)
     settings = make(
         lab.Settings,
         {"compressors": "--compressor"},

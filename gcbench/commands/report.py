@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,8 @@ def report(
     from gcbench.results.suites import per_suite
     from gcbench.training import suites
 
+    if target is not None and not math.isfinite(target):
+        raise UsageError(f"--target {target}: an accuracy from 0 to 1, or a loss, expected")
     places = folders or [place for place in (RUNS, ANALYSES) if place.exists()] or [RUNS]
     with bundle.opened(places) as paths:
         contents = page.collect(paths)

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from gcbench.core.progress import Observer
 
 KIND = "netlab"
-RESERVED = ("--workers", "--results", "--rows", "--suite", "--json", "--progress", "--force")
-"""Flags of `gcbench run` that the lab sets or cannot use."""
+RESERVED = (
+    *("--workers", "--results", "--rows", "--suite", "--json", "--progress", "--force"),
+    *("--capture", "--capture-layers", "--sink", "--checkpoint-seconds"),
+)
+"""Flags of `gcbench run` that the lab sets or cannot use: it keeps only measurements of a run."""
 SEGMENT = 1448
 """Payload bytes of a full TCP segment with timestamps in an Ethernet frame of 1,500 bytes."""
 HEADERS = 66
@@ -100,12 +103,14 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in words_left:
         flag, equals, value = word.partition("=")
         if flag in RESERVED:
-            raise UsageError(f"netlab received {flag} after `--`; netlab sets it: leave it out")
+            raise UsageError(
+                f"netlab received {flag} after `--`; netlab sets it or cannot use it: leave it out"
+            )
         if flag == "--compressor":
             compressors = value if equals else next(words_left, "")
         else:
             others.append(word)
-    file = _settings(others)
+    file = file_settings(others)
     if "workers" in file:
         raise UsageError(
             "netlab received a --config with workers; netlab sets them: leave them out"
@@ -116,7 +121,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return items_of("--compressor", compressors), others
 
 
-def _settings(words: Sequence[str]) -> dict[str, Any]:
+def file_settings(words: Sequence[str]) -> dict[str, Any]:
     """Return the settings in the file of --config, if these words have one."""
     for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")

@@ -585,11 +585,12 @@ def level(
     if target == "fp32":
         return fp32_target(runs, preferred)
     try:
-        return float(target)
+        number = float(target)
     except ValueError:
-        raise UsageError(
-            f"--target {target}: an accuracy from 0 to 1, a loss, or fp32 expected"
-        ) from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"--target {target}: an accuracy from 0 to 1, a loss, or fp32 expected")
+    return number
 
 
 def rows(

@@ -1229,6 +1229,17 @@ class BrokenSwitch(Levels):
 
 
 @dataclass(frozen=True)
+class BrokenChoice(Levels):
+    """A legal value of a field that no variant has halves what arrives."""
+
+    kind: Literal["whole", "half"] = "whole"
+
+    def decode(self, payload, ctx):
+        decoded = super().decode(payload, ctx)
+        return decoded / 2 if self.kind == "half" else decoded
+
+
+@dataclass(frozen=True)
 class PerTensor(Levels):
     """Offers a granularity, and has one scale per tensor."""
 
@@ -1377,6 +1388,7 @@ WRONG = {
     ScratchLevels: "workers in threads",
     ScratchNumpy: "workers in threads",
     BrokenSwitch: "other settings",
+    BrokenChoice: "other settings",
     PerTensor: "other settings",
     LargeGroups: "other settings",
 }

@@ -595,6 +595,17 @@ def test_verify_prints_a_table_and_its_exit_code_is_the_verdict(monkeypatch):
     assert all(name.startswith(("search: ", "memory: ")) for name in others)
 
 
+def test_verify_takes_fields_as_other_commands_do(monkeypatch):
+    """topk:ratio=0.1 was an unknown compressor."""
+    asked = []
+    monkeypatch.setattr(verify, "verify", lambda *words, **_: asked.append(words) or iter([]))
+    invoke("verify", "topk:ratio=0.1", "--set", "values=range")
+    assert asked == [("topk", {"ratio": 0.1, "values": "range"})]
+    done = invoke("verify", "topk:ratio=0.1", "--set", "ratio=0.2")
+    assert (done.code, len(asked)) == (2, 1)
+    assert "ratio" in done.err
+
+
 def test_verify_answers_in_25_lines_of_80_columns(capsys):
     """Ten configurations, and every function that one method may have: not both of the last two."""
     functions = FUNCTIONS[:-1]

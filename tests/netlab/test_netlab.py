@@ -80,7 +80,10 @@ def test_delays(text, seconds):
     assert parse_delay(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("words", [[], ["compare"], ["run", "--workers", "4"], ["run", "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["compare"], ["run", "--workers", "4"], ["run", "--json"], ["run", "--capture=0"]],
+)
 def test_a_command_that_the_lab_cannot_run_is_refused(words):
     with pytest.raises(UsageError):
         split(words)
@@ -179,6 +182,20 @@ def test_a_finished_lab_is_repeated_only_with_force_or_other_files(monkeypatch, 
     assert [measured(), measured("--details"), measured("--force")] == [2, 0, 2]
     config.write_text("lr: 0.2")
     assert [measured(), measured("--json")] == [2, 0]
+    memory = tmp_path / "held.py"
+    memory.write_text("# a memory")
+    config.write_text(f"memory: {memory}")
+    assert [measured(), measured()] == [2, 0]
+    memory.write_text("# another memory")
+    assert measured() == 2
+
+
+def test_flags_that_run_does_not_have_are_refused_before_a_lab_is_made(monkeypatch):
+    monkeypatch.setattr(launcher, "measure", pytest.fail)
+    for words in (["--stesp", "3"], ["steps", "3"]):
+        done = invoke("netlab", "--", *RUN, *words)
+        assert done.code == 2
+        assert words[0].strip("-") in done.err
 
 
 @pytest.mark.parametrize("script", ["measure", "tables"])

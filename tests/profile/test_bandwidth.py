@@ -316,6 +316,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         (["--link-latency-us", "inf"], "--link-latency-us inf"),
         (["--plot", "x.gif"], ".png"),
         (["-n", 0], "-n"),
+        (["--seed", -1], "--seed"),
+        (["--seed", 2**32], "--seed"),
     ]:
         done = invoke("bandwidth", *words, "--results", tmp_path)
         assert done.code == 2, words

@@ -1135,6 +1135,10 @@ def test_what_it_took_to_the_target(tmp_path: Path) -> None:
     record = late.record()
     assert (record["target_reached"], record["target_runs"], record["target_step"]) == (1, 2, None)
     assert "to 90" not in render(rows(list(result.values())))
+    for target in ("nan", "inf"):
+        with pytest.raises(UsageError, match=f"--target {target}"):
+            level(target, [])
+        assert invoke("report", tmp_path, "--target", target).code == 2
     with pytest.raises(UsageError, match=r"--target 90: an accuracy in \(0, 1\] expected"):
         rows(list(result.values()), target=90)
 

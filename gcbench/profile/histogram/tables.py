@@ -69,6 +69,8 @@ def _answer(rows: Sequence[Row]) -> list[str]:
             f"{row['method']} ({100 * float(row[field] or 0):.3g} %, {bits:.3g} bits per element)"
         )
 
+    if len(measured) == 1:
+        return [f"The distortion of the mean gradient by {text(measured[0])}."]
     ordered = sorted(measured, key=lambda row: float(row[field] or 0))
     return [
         f"The mean gradient is distorted least by {text(ordered[0])}, most by {text(ordered[-1])}."
