@@ -42,11 +42,11 @@ def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, 
 
 def _check_words(words: Sequence[str]) -> None:
     """Raise click's error if `gcbench run` has not such flags, before a lab is made."""
-    from gcbench.cli import app
+    from gcbench.commands.run import run
 
-    group = typer.main.get_command(app)
-    run = group.get_command(typer.Context(group), "run")  # type: ignore[attr-defined]
-    run.make_context("run", list(words))
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(run)
+    typer.main.get_command(app).make_context("gcbench run", list(words))
 
 
 @with_groups
