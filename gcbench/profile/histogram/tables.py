@@ -70,7 +70,7 @@ def _answer(rows: Sequence[Row]) -> list[str]:
         )
 
     if len(measured) == 1:
-        return [f"The distortion of the mean gradient by {text(measured[0])}."]
+        return [f"Distortion of the mean gradient: {text(measured[0])}."]
     ordered = sorted(measured, key=lambda row: float(row[field] or 0))
     return [
         f"The mean gradient is distorted least by {text(ordered[0])}, most by {text(ordered[-1])}."
