@@ -66,7 +66,8 @@ def verify(
     name: Annotated[
         str,
         typer.Argument(
-            help="A compressor, see `gcbench list compressors`, or a file: ./mine.py:clip=2.0.",
+            help="A compressor, see `gcbench list compressors`, or a file: ./mine.py. Fields "
+            "may follow: topk:ratio=0.1.",
             autocompletion=completed("compressors"),
         ),
     ],

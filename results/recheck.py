@@ -4,11 +4,11 @@
 
 Rows whose commit ends in "+" were made while files of the checkout differed from it. Of those that
 belong to the current version of their suite and were made with this machine's processor, torch and
-instruction set, on which the bits depend, a fifth is run again: after those that were before, the
-first in the order of their config hashes, which is random. A row agrees if it ends in the same
-`params_sha256`. `results/reference/recheck.json` gets the share that was checked and the rows that
-differ, after each run. What it has is not run again: the same command resumes, also in another
-checkout. Processes that share the work have a part each.
+instruction set, on which the bits depend, a fifth is run again. Rows that were run again earlier
+count; the others follow in the order of their config hashes, which is random. A row agrees if it
+ends in the same `params_sha256`. `results/reference/recheck.json` gets the share that was checked
+and the rows that differ, after each run. What it has is not run again: the same command resumes,
+also in another checkout. Processes that share the work have a part each.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def main() -> None:
             names = ", ".join(one.name for one in files.values())
             parser.error(f"--only {path}: not a file of {REFERENCE}, which has {names}")
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
+    cpu = configuration.machine()["cpu"]
     for path in asked.only or files.values():
-        cpu = configuration.machine()["cpu"]
         before = checked(path.name, cpu)
         again, alike, count = selected(rows.read(path), before)
         left = [row for row in again if row["config_hash"] not in before]

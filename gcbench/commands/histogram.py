@@ -77,7 +77,7 @@ def histogram(
         if network is not None:
             config["task_options"] = {"network": network}
         try:
-            seeds = [int(word) for word in seed.split(",")]
+            seeds = [*dict.fromkeys(int(word) for word in seed.split(","))]
         except ValueError:
             raise UsageError(f"--seed {seed!r}: whole numbers with commas expected") from None
         loaded = measuring.train(

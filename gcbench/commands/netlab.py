@@ -41,7 +41,7 @@ def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, 
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Raise click's error if `gcbench run` has not such flags, before a lab is made."""
+    """Raise click's error if `gcbench run` does not have such flags, before a lab is made."""
     from gcbench.commands.run import run
 
     app = typer.Typer(rich_markup_mode=None, add_completion=False)

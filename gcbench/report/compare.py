@@ -689,16 +689,16 @@ def _contexts(runs: Sequence[Run], keys: Sequence[str]) -> list[dict[str, Any]]:
 
 def _origins(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return digests of the task's code and data, where runs of one task differ in them."""
-    columns: dict[str, list[Any]] = {}
-    for key, recorded in {
+    tasks = [run.summary.task for run in runs]
+    recorded = {
         "task source": [sources(run.summary).get("task") for run in runs],
         "data": [run.summary.provenance.get("data") for run in runs],
-    }.items():
-        values = [str(one)[:8] if one else "-" for one in recorded]
-        tasks = {run.summary.task for run in runs}
-        if len({*zip((run.summary.task for run in runs), recorded, strict=True)}) > len(tasks):
-            columns[key] = values
-    return columns
+    }
+    return {
+        key: [str(digest)[:8] if digest else "-" for digest in digests]
+        for key, digests in recorded.items()
+        if len({*zip(tasks, digests, strict=True)}) > len({*tasks})
+    }
 
 
 def _task_columns(runs: Sequence[Run], options: list[Any]) -> dict[str, list[Any]]:

@@ -286,7 +286,7 @@ def against_baselines(runs: DataFrame, configurations: DataFrame) -> DataFrame:
         met, left_on=["baseline", "seed"], right_on=["configuration", "seed"]
     )
     later = (met["target_step_x"] - met["target_step_y"]).groupby(met["configuration_x"])
-    # an error that is uniform between two evaluations has the variance of a twelfth of their square
+    # the variance of a uniform error is a twelfth of the squared distance between evaluations
     rounding = (met["eval_every_x"] ** 2 + met["eval_every_y"] ** 2) / 12
     spread = (later.var() + rounding.groupby(met["configuration_x"]).mean()) ** 0.5
     sooner = later.mean() + half_width(spread, later.count()) < 0
