@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,9 @@ from typing import Annotated
 import typer
 
 from gcbench.commands import Output, make, option, with_groups
+from gcbench.core.errors import UsageError
 from gcbench.core.values import items_of
+from gcbench.results.settings import Settings
 
 
 def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
@@ -40,13 +43,28 @@ def _sources(compressors: Sequence[str], arguments: Sequence[str]) -> dict[str, 
     return digests
 
 
-def _check_words(words: Sequence[str]) -> None:
-    """Raise click's error if `gcbench run` does not have such flags, before a lab is made."""
-    from gcbench.commands.run import run
+def _check_runs(compressors: Sequence[str], words: Sequence[str], workers: int) -> None:
+    """Check before a lab is made that `gcbench run` makes one run per compressor of these words.
+
+    Raises:
+        UsageError: the words make several runs, or settings that `run` refuses.
+        click.UsageError: a flag that `run` does not have.
+    """
+    from gcbench.commands import run
+    from gcbench.training import grid
 
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    app.command()(run)
-    typer.main.get_command(app).make_context("gcbench run", list(words))
+    app.command()(run.run)
+    values = typer.main.get_command(app).make_context("gcbench run", list(words)).params
+    settings = {k: v for k, v in values.items() if k in Settings.model_fields and v is not None}
+    for spec in compressors:
+        one = {**settings, "compressor": spec, "workers": str(workers)}
+        configs = grid.expand(run.values_of(one, values["network"]), values["config"])
+        if len(configs) != 1:
+            raise UsageError(
+                f"netlab measures one run per method and link, and `{shlex.join(words)}` makes "
+                f"{len(configs)} with {spec}: give each setting one value, e.g. --seed 0"
+            )
 
 
 @with_groups
@@ -81,7 +99,6 @@ def netlab(
     gcbench netlab --workers 4 --bandwidth 100mbit,1gbit -- run --compressor none,bf16,terngrad
     """
     from gcbench import netlab as lab
-    from gcbench.core.errors import UsageError
     from gcbench.report import analysis as measuring
 
     if nodes is None:
@@ -96,7 +113,7 @@ def netlab(
             f"expected {nodes * workers_per_node}; leave --workers out"
         )
     compressors, arguments = lab.split(command)
-    _check_words(arguments)
+    _check_runs(compressors, arguments, nodes * workers_per_node)
     settings = make(
         lab.Settings,
         {"compressors": "--compressor"},

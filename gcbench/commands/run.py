@@ -85,6 +85,32 @@ def derived(function: Callable[..., None]) -> Callable[..., None]:
     return with_flags(call, [*first, *flags_by_name.values(), *rest], function)
 
 
+def values_of(settings: Mapping[str, Any], network: str | None) -> dict[str, Any]:
+    """Return the settings of the flags as `grid.expand` takes them.
+
+    `settings`: see `derived`. `network`: the text of --network.
+
+    Raises:
+        UsageError: a text that cannot be parsed, or --network beside --task-set network=...
+    """
+    from gcbench.training import grid
+
+    options: dict[str, Any] = {
+        key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
+    }
+    if network is not None:
+        if "network" in options["task_options"]:
+            raise UsageError(
+                f"--network {network} and --task-set network=...: both set the task's network; "
+                "leave one of them out"
+            )
+        options["task_options"]["network"] = grid.flag("network", network)
+    for key, value in settings.items():
+        if key not in SET_FLAGS:
+            options[key] = grid.flag(key, value) if isinstance(value, str) else value
+    return options
+
+
 @derived
 def run(
     settings: Mapping[str, Any],
@@ -152,19 +178,7 @@ def run(
                 f"--rows {path}: expected a name that ends in .parquet, by which `gcbench compare` "
                 "recognizes a file of rows"
             )
-    options: dict[str, Any] = {
-        key: grid.pairs(flag, settings.get(key)) for key, flag in SET_FLAGS.items()
-    }
-    if network is not None:
-        if "network" in options["task_options"]:
-            raise UsageError(
-                f"--network {network} and --task-set network=...: both set the task's network; "
-                "leave one of them out"
-            )
-        options["task_options"]["network"] = grid.flag("network", network)
-    for key, value in settings.items():
-        if key not in SET_FLAGS:
-            options[key] = grid.flag(key, value) if isinstance(value, str) else value
+    options = values_of(settings, network)
     file = {} if config is None else settings_file.read(config)
     if suite is None and "workers" not in file and (member := rank.from_torchrun()) is not None:
         options.setdefault("workers", member.size)
