@@ -576,12 +576,12 @@ def _answer(
     tried = [_by(row) for row in methods if row["advice"] == TRY]
     exact = simplest({"none": over[FP32], HALF: over[BF16]}, max(settings.margin, band))
     baseline = FP32 if exact == "none" else BF16
-    choice = tried[0] if tried else baseline
+    errors = {by: bands.of(str(rows[by]["method"]).partition(":")[0]) for by in tried}
+    faster = [by for by in tried if over[by] >= 1 + errors[by]]
+    choice = faster[0] if faster else max(tried, default=baseline, key=over.__getitem__)
     fastest = max((choice, FP32, BF16), key=over.__getitem__)
     rate = f"{over[fastest]:.2g} times as many {unit(prepared)} per hour as one ({fastest})"
-    spec = str(rows[fastest]["method"]) if fastest in tried else ""
-    error = bands.of(spec.partition(":")[0]) if spec else band
-    if over[fastest] < 1 + error:
+    if over[fastest] < 1 + errors.get(fastest, band):
         unknown = {name: over[name] for name, row in rows.items() if row["advice"] in UNKNOWN}
         maybe = max(unknown, key=unknown.__getitem__, default="")
         how, hint = "an exchange per step", ""

@@ -1407,3 +1407,16 @@ def test_a_link_is_given_or_measured_not_both(
         refused = invoke("advise", *words)
         assert refused.code == 2
         assert f"--cluster-set {key}=10" in refused.err
+
+
+def test_an_answer_that_no_method_helps_names_the_fastest_that_fits(tmp_path: Path) -> None:
+    """Although another, as fast within the error band, is simpler and comes first."""
+    runs = [*plain(), *lost("int8", [0.0] * 3), *lost("u8bit", [0.002] * 3)]
+    words = ("--runs", write(tmp_path / "r.parquet", runs), "--compressor", "int8,u8bit")
+    cluster = ("--cluster", "a100x1-10g", "--cluster-set", "inter.gbit=0.1", "--workers", 32)
+    result = advise(tmp_path, *words, "--model", "resnet50", *cluster)
+    verdicts = [(name, row["advice"]) for name, row in methods(result).items()]
+    assert verdicts == [("int8", "try"), ("u8bit", "try")]
+    over = {row["option"]: row["over_alone"] for row in result["tables"][2]["rows"]}
+    assert over["int8 by twoshot"] < over["u8bit by twoshot"] < 1 / 1.05
+    assert "as one (u8bit by twoshot)" in result["answer"][0]
