@@ -394,13 +394,15 @@ class LocalSteps(Hook):
     # -- rounds ------------------------------------------------------------------------------------
 
     def _before_step(self) -> None:
+        if steps.is_part(self._optimizer):
+            return
         self._initializes = _initializes(self._optimizer)
         if not self._initializes:
             self._compare_loaded()
 
     def _stepped(self) -> None:
         """Count an optimizer step; exchange a fragment, and take one over, if it is their turn."""
-        if self._initializes:
+        if self._initializes or steps.is_part(self._optimizer):
             return
         self.raise_failure()
         settings, rounds = self.settings, self.settings.rounds

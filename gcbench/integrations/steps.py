@@ -7,6 +7,7 @@ owner watches them, `torch.amp.GradScaler.step` is wrapped; the last owner resto
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _scaler_calls: WeakKeyDictionary[Any, Callable[..., None]] = WeakKeyDictionary()
 """Owner -> what it calls before each step of a GradScaler."""
 _original: Any = None
 """torch's `GradScaler.step` while it is wrapped."""
+_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+"""The code around every optimizer's step that calls the hooks."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,25 @@ def uncompiled(call: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
+def is_part(optimizer: Optimizer) -> bool:
+    """Return whether a hook of an optimizer runs for `super().step()`, a part of its step.
+
+    torch wraps `step` of every class that was instantiated, so a subclass may run the hooks twice.
+    """
+    frame, count = sys._getframe(1), 0
+    while frame is not None and count < 2:
+        count += frame.f_code is _STEP and frame.f_locals["self"] is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return count == 2
+
+
 def after_optimizers(owner: T, call: Callable[[T, Optimizer], None]) -> Handle:
     """Call `call(owner, optimizer)` after each step of any optimizer, while the owner exists."""
     here = weakref.ref(owner)  # an owner that is never closed may still be freed
 
     def stepped(optimizer: Optimizer, *_: Any) -> None:
         existing = here()
-        if existing is not None:
+        if existing is not None and not is_part(optimizer):
             call(existing, optimizer)
 
     handle = register_optimizer_step_post_hook(uncompiled(stepped))

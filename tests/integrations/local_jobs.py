@@ -250,6 +250,16 @@ class Outer(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Decayed(torch.optim.SGD):
+    """torch calls hooks for its step and for the step of SGD inside it."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.99)
+
+
 @job
 def other_optimizers(rank: int, size: int) -> dict[str, Any]:
     """An optimizer that replaces the counted one; one of other parameters; one inside it."""
@@ -290,6 +300,14 @@ def other_optimizers(rank: int, size: int) -> dict[str, Any]:
     rounds = loop.local_steps()
     loop.run(range(6))
     result["inside"] = digest(loop.flat())
+    rounds.close()
+
+    loop = Loop(config, rank)
+    loop.optimizer = Decayed(loop.model.parameters(), 0.05)
+    rounds = loop.local_steps()
+    loop.run(range(6))
+    result["subclass"] = digest(loop.flat())
+    result["subclass, steps"] = rounds.step
     rounds.close()
     return result
 

@@ -123,10 +123,14 @@ def test_an_exchange_includes_steps_of_optimizers_of_other_parameters():
     assert one["last"] == other["last"]
 
 
-@pytest.mark.parametrize("name", ["two optimizers", "inside"])
+@pytest.mark.parametrize("name", ["two optimizers", "inside", "subclass"])
 def test_optimizers_that_replace_none_cause_no_warning(name):
     one, other = of("other_optimizers")
     assert one[name] == other[name]
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_counts_once():
+    assert [result["subclass, steps"] for result in of("other_optimizers")] == [6, 6]
 
 
 def test_parameters_that_are_not_exchanged_are_named():

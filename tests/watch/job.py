@@ -23,6 +23,19 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 kind = sys.argv[1]
+
+
+class Decayed(torch.optim.SGD):
+    """torch calls hooks for its step and for the step of SGD inside it."""
+
+    def step(self, closure: object = None) -> None:
+        """Step, then shrink the parameters."""
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.99)
+
+
 if PRELOADED:
     sys.path.insert(0, os.environ["PYTHONPATH"].split(os.pathsep)[0])
     importlib.import_module("gcbench_recorder").attach(dist)
@@ -70,6 +83,8 @@ if kind == "second":  # as if DDP were forgotten for one of two models
     beside = nn.Linear(64, 64)
     second = torch.optim.SGD(beside.parameters(), 0.1)
 optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+if kind == "subclass":
+    optimizer = Decayed(ddp.parameters(), 0.1)
 if kind == "zero":  # each rank has an optimizer of its part of the parameters
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
 if kind in ("local", "local differ"):

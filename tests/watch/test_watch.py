@@ -181,6 +181,12 @@ def test_an_optimizer_that_splits_its_work_between_ranks(python):
     assert rows["broadcast", "float32"]["sent"] == 4 * PARAMETERS / 2
 
 
+def test_a_step_that_calls_the_step_of_its_base_class_counts_once(python):
+    done, rows = watched("subclass", "--expect", f"fp32/{4 * PARAMETERS}", launcher=python)
+    assert done.code == 0, document(done)["answer"]
+    assert rows["all_reduce", "float32"]["calls"] == 1
+
+
 def test_a_hook_on_a_model_that_does_not_train(python):
     done, rows = watched("rewrapped", launcher=python)
     assert done.code == 1

@@ -319,7 +319,7 @@ class Recorder:
         """Note the end of a step. Those of the first optimizer that exists count for the job."""
         with self._harmless("optimizer steps"):
             followed = self._follow(optimizer)
-            if followed is None:
+            if followed is None or self._is_part(optimizer):
                 return
             self.stepping, self.ends, self.finished = None, {}, False
             followed.steps += 1
@@ -331,6 +331,15 @@ class Recorder:
             if followed.steps % self.every == 0 or followed.steps == 1:
                 self._check_parameters(followed, followed.label, self.digests)
                 self.write()
+
+    def _is_part(self, optimizer: Any) -> bool:
+        """Return whether a step is `super().step()` of another one; torch calls hooks for both."""
+        code = self.torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+        frame, count = sys._getframe(1), 0
+        while frame is not None:
+            count += frame.f_code is code and frame.f_locals["self"] is optimizer
+            frame = frame.f_back  # type: ignore[assignment]
+        return count > 1
 
     def _check_parameters(
         self, followed: "_Followed", name: str, digests: dict[str, dict[int, int]]
