@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket, Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +49,6 @@ from gcbench.integrations.hook import (
     Observer,
     RankState,
     compressed,
-    key_of,
     observe_loads,
     traffic_of,
 )
@@ -213,6 +213,7 @@ class CommHook(Hook):
         self._in_backward = False
         """Whether a backward pass has passed on a bucket and has not ended."""
         self._warned_new = False
+        self._warned_idle = False
         self._load_handle: Any = None
         """None: not registered."""
         unregistered.expect(self)
@@ -247,6 +248,9 @@ class CommHook(Hook):
                 "torch.compile"
             )
         self._size = model.process_group.size()
+        members = dist.get_process_group_ranks(model.process_group)
+        if len(members) < dist.get_world_size():
+            self._members = f", global ranks {', '.join(map(str, members))}"
 
         def meet(refused: str) -> tuple[Store, Roster]:
             summary, group = dict(self._summary), model.process_group
@@ -441,6 +445,14 @@ class CommHook(Hook):
     def _fresh(self, name: str) -> int:
         return self._used[name]
 
+    def _direction(self, parameter: Tensor) -> Tensor | None:
+        settings, placed = self.settings, self._placed.get(id(parameter))
+        votes = settings.compressor.claims.aggregate == "vote" and not settings.warms_up(
+            self._step - 1, self._level.exchange.skipped
+        )
+        directs = votes or not settings.compressor.rule.plain
+        return placed.of(self._flat) if directs and placed is not None else None
+
     def _local(self, name: str) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1
         return self._worker is not None and (in_backward or name in self._touched)
@@ -471,7 +483,7 @@ class CommHook(Hook):
         if self._closed:
             raise UsageError(CLOSED)
         rank, size = self._level.world.ranks[0], self._size
-        resized = self.settings.on_resize == "redistribute" and key_of(rank, size) not in state
+        resized = self.settings.on_resize == "redistribute" and self._key(rank) not in state
         entries = self._entries(state) if resized else [self._entry(state, rank, size)]
         entry = entries[min(rank, len(entries) - 1)]
         step = sealed.integer("step", sealed.entry(entry, "step"), 0, sealed.STEPS)
@@ -757,6 +769,8 @@ class CommHook(Hook):
         gradient = self._flat[self._plan.stretch(number)]
         before = replace(world.traffic[0])
         idle = self._unused(tensors) if self._partial else []
+        if idle:
+            self._warn_idle(idle[0].name)
         for placed in idle:
             placed.of(self._flat).zero_()  # DDP passes on what `.grad` holds from an earlier step
         if len(idle) == len(tensors):
@@ -815,6 +829,23 @@ class CommHook(Hook):
         idle = [placed for placed, flag in zip(tensors, flags, strict=True) if not flag]
         self._idle.update(placed.name for placed in idle)
         return idle
+
+    def _warn_idle(self, name: str) -> None:
+        """Warn, once, if an update rule estimates from a step in which a parameter is unused."""
+        settings, step = self.settings, self._step
+        method = settings.at(step)[0]
+        estimates = settings.warms_up(step, self._level.exchange.skipped) or method.rule.in_fp32(
+            step
+        )
+        if method.rule.needs_warm_up and estimates and not self._warned_idle:
+            self._warned_idle = True
+            warnings.warn(
+                f"no rank used {name} at step {step}, one of those from whose gradients {method!r} "
+                "estimates how far each element moves later: further than with Adam if some of its "
+                "gradients are missing, not at all if all are. Use every parameter in the warm-up, "
+                "or another method",
+                stacklevel=2,
+            )
 
     def _plain_mean(self, number: int, gradient: Tensor) -> Tensor:
         """Return the plain mean to compare the compressed one with; count bytes in `checked`.

@@ -224,6 +224,8 @@ class Hook:
         """The last error that all ranks agreed on."""
         self._summary: dict[str, Any] = {}
         self._size = self._skipped = 0
+        self._members = ""
+        """The ranks of the model's process group as they stand in keys; "" for all ranks."""
         self._due: set[str] = set()
         """Names of the parameters whose gradient was exchanged and not applied yet."""
 
@@ -277,6 +279,13 @@ class Hook:
         not count, nor do those whose mean FSDP added to the previous one.
         """
         raise NotImplementedError
+
+    def _direction(self, parameter: Tensor) -> Tensor | None:
+        """Return what the last exchange wrote to the gradient of a parameter, if a direction.
+
+        The length of a direction does not depend on that of the gradient. None: a mean.
+        """
+        return None
 
     def _local(self, name: str) -> bool:
         """Return whether a part of a parameter's gradient has not been exchanged."""
@@ -604,7 +613,11 @@ class Hook:
             "settings": {k: v for k, v in self._summary.items() if k not in scheme.UNSAVED},
             **entry,
         }
-        return RankState({key_of(rank, self._size): sealed.seal(whole)})
+        return RankState({self._key(rank): sealed.seal(whole)})
+
+    def _key(self, rank: int) -> str:
+        """Return the key of a rank's entry, which no rank of another process group has."""
+        return key_of(rank, self._size) + self._members
 
     def _keep(self, state: Mapping[str, Any]) -> None:
         """Hold a state for `register`; its rate applies from now on, unless one was set.
@@ -620,7 +633,7 @@ class Hook:
         if not state and self._registered:
             raise UsageError(
                 f"an empty state for a registered hook at step {self.step}: expected "
-                f"{key_of(0, self._size)!r} or another rank's entry, as {type(self).__name__}"
+                f"{self._key(0)!r} or another rank's entry, as {type(self).__name__}"
                 ".state_dict returns it. To forget the residuals, register a new hook"
             )
         if not state:
@@ -643,7 +656,7 @@ class Hook:
 
     def _entry(self, state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
         """Return this rank's entry of a state, checked except for its exchanges."""
-        entry = state.get(key_of(rank, size))
+        entry = state.get(self._key(rank))
         if entry is None:
             remedy = "register a hook without a state, which loses the residuals"
             if self.RESIZE:
@@ -652,9 +665,9 @@ class Hook:
                     "the job that saved them, in one dict"
                 )
             raise UsageError(
-                f"the state is that of {', '.join(map(str, state))}, and this is rank {rank} of "
-                f"{size}: every rank saves and loads its own. To continue with another number of "
-                f"ranks {remedy}"
+                f"the state is that of {'; '.join(map(str, state))}, and this is "
+                f"{self._key(rank)}: every rank saves and loads its own. To continue with another "
+                f"number of ranks {remedy}"
             )
         saved = sealed.entry(entry, "rank"), sealed.entry(entry, "world_size")
         if saved != (rank, size):
@@ -674,13 +687,13 @@ class Hook:
         """Return the checked entries of all ranks of the job that saved a state, by rank."""
         sizes = {sealed.entry(entry, "world_size") for entry in state.values()}
         before = max((size for size in sizes if isinstance(size, int)), default=0)
-        missing = [r for r in range(before) if key_of(r, before) not in state]
-        if len(sizes) != 1 or missing:
+        by_rank = {sealed.entry(entry, "rank"): entry for entry in state.values()}
+        if len(sizes) != 1 or len(state) != before or by_rank.keys() != {*range(before)}:
             raise UsageError(
                 f"the state has {', '.join(map(repr, state))}: to redistribute it, pass the "
                 "entries of all ranks of one job in one dict: {**state_0, **state_1, ...}"
             )
-        entries = [state[key_of(rank, before)] for rank in range(before)]
+        entries = [by_rank[rank] for rank in range(before)]
         for entry in entries:
             self._check_entry(entry)
         steps = [sealed.entry(entry, "step") for entry in entries]

@@ -332,6 +332,13 @@ class LocalSteps(Hook):
                 "the optimizer has none of the model's parameters, so its steps would not change "
                 "what is exchanged. Create it from model.parameters(), and pass that one"
             )
+        outside = len(_parameters(self._optimizer) - {id(p) for p in model.parameters()})
+        if outside:
+            warnings.warn(
+                f"parameters of the optimizer that the model lacks: {outside}. Local steps do not "
+                "exchange them, so the ranks will differ. Pass a module with all of them",
+                stacklevel=5,
+            )
         device = next(iter(named.values())).device
         handshake.check_backend("the default", group, device)
         shapes = {name: tuple(p.shape) for name, p in named.items()}

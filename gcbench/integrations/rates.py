@@ -155,6 +155,7 @@ class Rates:
         if moves and (why := self._unsuitable(optimizer)):
             self._warn("suit", why, 6)
         self._check_local(optimizer, hook)
+        self._check_length(optimizer, hook)
         if hook._remembers:
             self._repeat(optimizer, hook)
         self._count(optimizer, hook.step)
@@ -204,6 +205,32 @@ class Rates:
                 "Add the losses and call backward once, or run a forward pass of the DDP model for "
                 "each backward pass, all but the last under no_sync()",
             )
+
+    def _check_length(self, optimizer: torch.optim.Optimizer, hook: Hook) -> None:
+        """Warn if the job has scaled a direction before its step, as by clipping gradients.
+
+        It compares one tensor, and only at steps 1, 2, 4, ...: on a GPU a comparison is a wait.
+        """
+        if "length" in self._warned or hook.step & (hook.step - 1):
+            return
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            name, direction = self._names.get(id(parameter)), hook._direction(parameter)
+            if name is None or direction is None or parameter.grad is None:
+                continue
+            length, whole = (float(x.float().norm()) for x in (parameter.grad, direction))
+            if not 0 < whole < math.inf:
+                continue
+            share, allowed = length / whole, (1, 1 / (self.scale or 1))
+            if not any(math.isclose(share, each, rel_tol=0.02) for each in allowed):
+                self._warn(
+                    "length",
+                    f"{type(optimizer).__name__} applies {share:.3g} times what the hook wrote to "
+                    f"the gradient of {name}, as after clip_grad_norm_. "
+                    f"{hook.settings.compressor!r} returns directions, whose length does not "
+                    "depend on that of the gradient: clipping shortens every step, the more the "
+                    "larger the model. Leave it out",
+                )
+            return
 
     def waits(self, name: str, fresh: int) -> bool:
         """Return whether no optimizer has applied the last of a parameter's exchanges."""

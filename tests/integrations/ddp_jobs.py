@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -630,6 +630,33 @@ def one_rank(rank: int, size: int) -> dict[str, Any]:
 
 
 @job
+def group_states(rank: int, size: int) -> dict[str, Any]:
+    """Data-parallel groups of one rank, as beside a tensor-parallel dimension."""
+    groups = [dist.new_group([each]) for each in range(size)]
+    alone = {"process_group": groups[rank]}
+    hook = comm_hook("none", memory="dgc")
+    hooked(rank, hook, **alone)
+    state = hook.state_dict()
+    hook.close()
+    states: list[Any] = [None] * size
+    dist.all_gather_object(states, dict(state))
+
+    def loaded(saved: Mapping[str, Any]) -> int:
+        again = comm_hook("none", memory="dgc")
+        again.load_state_dict(saved)
+        again.register(wrapped(model(), **alone))
+        again.close()
+        return int(again.step)
+
+    merged = {key: entry for each in states for key, entry in each.items()}
+    return {
+        "keys": sorted(merged),
+        "step": loaded(merged),
+        "another": refused(lambda: loaded(states[1 - rank])),
+    }
+
+
+@job
 def one_rank_momentum(rank: int, size: int) -> dict[str, Any]:
     """With one rank in the group, a momentum of the memory and one of plain DDP's optimizer."""
     groups = [dist.new_group([each]) for each in range(size)]
@@ -1029,6 +1056,65 @@ def warned(call: Callable[[], object]) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(each.message) for each in caught]
+
+
+@job
+def directions(rank: int, size: int) -> dict[str, Any]:
+    """Clip what the hook wrote, with methods that return directions and one that does not."""
+    result: dict[str, Any] = {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for name, options in (
+        ("signsgd", {}),
+        ("onebitadam", {"start_step": 2}),
+        ("dlion", {}),
+        ("terngrad", {}),
+        ("signsgd", {"start_step": STEPS}),
+        ("signsgd", {"scaler": scaler}),
+    ):
+        for clip in (False, True):
+            hook, ddp = comm_hook(name, **options), wrapped(model())
+            hook.register(ddp)
+            plain = hook.settings.compressor.rule.plain
+            optimizer = sgd(ddp, hook) if plain else hook.optimizer(ddp.parameters(), lr=0.01)
+
+            def steps(clip=clip, ddp=ddp, optimizer=optimizer, scaled="scaler" in options) -> None:
+                for step in range(STEPS):
+                    x, y = batch(step, rank)
+                    optimizer.zero_grad()
+                    loss = cross_entropy(ddp(x), y)
+                    (scaler.scale(loss) if scaled else loss).backward()
+                    if scaled:
+                        scaler.unscale_(optimizer)
+                    if clip:
+                        nn.utils.clip_grad_norm_(ddp.parameters(), 0.01)
+                    scaler.step(optimizer) if scaled else optimizer.step()
+                    scaler.update() if scaled else None
+
+            key = f"{name} {', '.join(options)}"
+            result[f"{key}{', clipped' * clip}"] = warned(steps)
+            hook.close()
+    return result
+
+
+@job
+def idle_in_warm_up(rank: int, size: int) -> dict[str, Any]:
+    """A branch that the warm-up of 1-bit Adam does not always use, or a step after it."""
+    result: dict[str, Any] = {}
+    for idle in (1, 3):
+        hook, ddp = (
+            comm_hook("onebitadam", start_step=3),
+            wrapped(model(), find_unused_parameters=True),
+        )
+        hook.register(ddp)
+        optimizer = hook.optimizer(ddp.parameters(), lr=0.01)
+
+        def forward(net: nn.Module, x: Tensor, step: int, idle=idle) -> Tensor:
+            return net(x, branch=step != idle)
+
+        call = partial(train, ddp, optimizer, range(STEPS), rank, forward)
+        result[f"step {idle}"] = warned(call)
+        hook.close()
+    return result
 
 
 @job

@@ -314,7 +314,7 @@ def other_optimizers(rank: int, size: int) -> dict[str, Any]:
 
 @job
 def other_parameters(rank: int, size: int) -> dict[str, Any]:
-    """Rank 1 replaces a parameter; both unfreeze one; both rename one."""
+    """Rank 1 replaces a parameter; both unfreeze one, rename one, and optimize one more."""
     config, result = Config.make({**COMMON, **CASES["averaging"]}), {}
     loop = Loop(config, rank)
     loop.local_steps()
@@ -339,6 +339,10 @@ def other_parameters(rank: int, size: int) -> dict[str, Any]:
     loop.run(range(3))
     result["renamed"] = digest(loop.flat())
     rounds.close()
+
+    loop = Loop(config, rank)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    result["outside"] = warned(lambda: loop.local_steps().close())
     return result
 
 

@@ -138,6 +138,23 @@ def test_skipped_steps_are_no_warm_up():
         assert result["equal"]
 
 
+def test_directions_that_were_clipped_before_their_step_are_named():
+    """Not means, nor the steps of a warm-up in fp32, which are those of the gradient."""
+    clipped = {"signsgd ", "onebitadam start_step", "dlion ", "signsgd scaler"}
+    for result in of("directions"):
+        lists = {key: texts for key, texts in result.items() if isinstance(texts, list)}
+        warned = {key for key, texts in lists.items() if any("clip_grad" in x for x in texts)}
+        assert warned == {f"{name}, clipped" for name in clipped}
+        assert all(len(result[key]) == 1 for key in warned)
+
+
+def test_a_parameter_without_a_gradient_in_a_warm_up_is_named():
+    for result in of("idle_in_warm_up"):
+        (text,) = result["step 1"]
+        assert "no rank used branch." in text
+        assert result["step 3"] == []
+
+
 def test_a_mean_at_the_rate_0_is_compared_with_what_was_sent():
     """The comparison had included residuals, which the exchange sets aside there."""
     for result in of("checked_at_rest"):
@@ -201,14 +218,23 @@ def test_the_state_of_an_unused_parameter_waits(name, size):
 
 
 def test_one_rank_only_counts_steps():
-    for result in of("one_rank"):
+    for rank, result in enumerate(of("one_rank")):
         assert result["equal"]
         assert result["bytes"] == [0, 0, []]
         carried = {"lr": 0.5, "rank": 0, "world_size": 1, "exchange": None}
         assert result["state"] == {"step": ddp_jobs.STEPS, **carried}
         assert result["resumed"] == [ddp_jobs.STEPS, 0.5]
         assert result["then"] == ddp_jobs.STEPS + 2
-        assert "that of rank 0 of 1, and this is rank" in result["more ranks"]["text"]
+        saved = f"that of rank 0 of 1, global ranks {rank}, and this is rank {rank} of"
+        assert saved in result["more ranks"]["text"]
+
+
+def test_states_of_several_process_groups_are_not_mixed():
+    """As torch.distributed.checkpoint would, which saves one of several equal keys."""
+    for rank, result in enumerate(of("group_states")):
+        assert result["keys"] == ["rank 0 of 1, global ranks 0", "rank 0 of 1, global ranks 1"]
+        assert result["step"] == ddp_jobs.STEPS
+        assert f"this is rank 0 of 1, global ranks {rank}:" in result["another"]["text"]
 
 
 def test_a_momentum_of_the_memory_is_applied_on_one_rank():

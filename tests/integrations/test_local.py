@@ -139,6 +139,8 @@ def test_parameters_that_are_not_exchanged_are_named():
         assert re.search(r"rank 1: \S+bias of the model is another", result["replaced"]["text"])
         (text,) = result["unfrozen"]
         assert "did not require a gradient" in text
+        (text,) = result["outside"]
+        assert "parameters of the optimizer that the model lacks: 1" in text
     one, other = of("other_parameters")
     assert one["renamed"] == other["renamed"]
 
