@@ -18,7 +18,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	MYPYPATH=results/papers $(BIN)/mypy results/papers/*.py results/findings.py
+	MYPYPATH=results/papers $(BIN)/mypy results/papers/*.py results/findings.py results/speeds.py
 
 # The tables of the pages, generated again from the committed rows.
 docs: $(VENV)/installed-dev

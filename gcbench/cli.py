@@ -54,7 +54,7 @@ INTERRUPTED = 130
 
 
 S = str | None
-DataName = Annotated[str, typer.Argument(help="A data set: the name of a task that needs one.")]
+DataName = Annotated[str, typer.Argument(help="A data set, such as cifar10.")]
 
 app.command()(run)
 app.command()(compare)

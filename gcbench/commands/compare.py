@@ -98,7 +98,7 @@ def compare(
         ),
     ] = "",
     columns: Annotated[
-        S, option("Only columns with these beginnings of headings, e.g. accuracy,vs none,payload.")
+        S, option("Only columns whose headings begin with these: accuracy,vs none,payload.")
     ] = None,
     width: Annotated[
         Width | None, option("Make picture and LaTeX as wide as one or two columns of a paper.")

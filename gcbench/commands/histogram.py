@@ -28,7 +28,7 @@ def histogram(
         str | None,
         option(
             "Methods, fields after colons: terngrad,topk:ratio=0.001; or all.",
-            show_default="seven families",
+            show_default="seven, one of each family",
         ),
     ] = None,
     layers: Annotated[str, option("Layers that are shown, e.g. 'fc*'; all are encoded.")] = "*",

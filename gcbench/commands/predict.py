@@ -89,9 +89,9 @@ class Job(NamedTuple):
     kernels: Annotated[
         str,
         option(
-            "Encoding times: a file of `gcbench bandwidth --json` from your machine; or assumed, a "
-            "range from the packaged measurement, scaled to the GPU's memory bandwidth, to the "
-            "least time that this bandwidth allows."
+            "Encoding times: a file of `gcbench bandwidth --json` from your machine; or assumed: "
+            "from the packaged times of a CPU, scaled to the GPU's memory bandwidth, down to the "
+            "least time that it allows."
         ),
     ] = "assumed"
 

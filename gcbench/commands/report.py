@@ -17,7 +17,7 @@ def report(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Folders of runs and analyses; JSON files of runs, analyses, kernel timings.",
+            help="Runs, analyses, kernel timings, or folders of them; files of rows; bundles.",
             show_default=f"{RUNS} {ANALYSES}",
         ),
     ] = None,
@@ -27,7 +27,9 @@ def report(
     title: Annotated[str, typer.Option(help="Its title.")] = "gcbench report",
     target: Annotated[
         float | None,
-        typer.Option(help="Show steps and bytes to this accuracy, e.g. 0.9 (or test loss)."),
+        typer.Option(
+            help="Show steps and bytes to this accuracy, e.g. 0.9, or test loss: a number."
+        ),
     ] = None,
     suite: Annotated[
         list[str] | None,

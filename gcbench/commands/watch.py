@@ -26,7 +26,7 @@ def watch(
         int, typer.Option(min=1, help="Compare every N-th result, and parameters every N-th step.")
     ] = 10,
     sharded: Annotated[
-        bool, typer.Option("--sharded", help="Parameters differ between ranks by design.")
+        bool, typer.Option("--sharded", help="Do not compare parameters: they differ by design.")
     ] = False,
     details: Details = False,
     format_: Formatted = Format.table,
