@@ -64,18 +64,41 @@ def concurrent(method: Compressor) -> Measurement:
     """
     if isinstance(method, MultiRoundCompressor):
         raise NotDeclaredError("a method in rounds")
-    segments = calls.segments_of(method, ((40, 33), (33,)))
-    xs = [inputs.values(segments.numel, 7919 * rank) for rank in range(2)]
+    faults = [fault for shapes in TURNS for fault in _mixed(method, shapes)]
+    return Measurement("; ".join(faults) or "0 faults", "0 faults", not faults)
+
+
+TURNS: tuple[inputs.Shapes, ...] = (((40, 33), (33,)), ((70_001,), (33,)))
+"""Buckets of two workers that take turns: some methods share buffers of long tensors alone."""
+
+
+def _mixed(method: Compressor, shapes: inputs.Shapes) -> Iterator[str]:
+    """Yield what two workers that take turns encode, decode or average otherwise than alone."""
+    segments = calls.segments_of(method, shapes)
+    xs = [inputs.values(segments.numel, 7919 * rank) for rank in range(4)]
     ctx = Context(segments, key=calls.KEY, workers=2)
     ctx = ctx._replace(shared=codec.agree(method, xs, ctx)[0])
+    keys = [ctx.key._replace(rank=rank % 2) for rank in range(4)]
+    sent = [codec.encode(method, x, ctx._replace(key=key)) for x, key in zip(xs, keys, strict=True)]
+    merges = "twoshot" in method.legal_collectives()
 
-    def worker(rank: int) -> tuple[bytes, bytes]:
-        payload = codec.encode(method, xs[rank], ctx._replace(key=ctx.key._replace(rank=rank)))
-        return oracle.raw(payload.to_bytes()), oracle.raw(codec.decode(method, payload, ctx))
+    def worker(rank: int) -> dict[str, bytes]:
+        payload = codec.encode(method, xs[rank], ctx._replace(key=keys[rank]))
+        received = sent[2 * rank : 2 * rank + 2]  # of a shard that this worker owns
+        results = {
+            "encode": oracle.raw(payload.to_bytes()),
+            "decode": oracle.raw(codec.decode(method, payload, ctx)),
+            "mean": oracle.raw(codec.mean(method, received, ctx)),
+        }
+        if merges:
+            results["merge"] = oracle.raw(codec.merge(method, received, ctx).to_bytes())
+        return results
 
-    wanted = [worker(rank) for rank in range(2)]
-    wrong = sum(one != want for one, want in zip(in_turns(method, worker), wanted, strict=True))
-    return Measurement(f"{wrong} of 2 workers differ", "0", wrong == 0)
+    alone = [worker(rank) for rank in range(2)]
+    for rank, results in enumerate(in_turns(method, worker)):
+        for function, result in results.items():
+            if result != alone[rank][function]:
+                yield f"{function} of worker {rank}, {segments.numel} elements"
 
 
 def in_turns(plugin: object, worker: Callable[[int], T]) -> list[T]:
@@ -174,7 +197,8 @@ def nominal_bits(method: Compressor) -> Measurement:
 def illegal(method: Compressor) -> Measurement:
     """Illegal collectives and memories are refused, with the legal choices in the message.
 
-    Its own memory and the settings of its recipe are legal.
+    Its own memory and the settings of its recipe are legal, and a ring only if each hop can encode
+    a partial sum.
     """
     faults = []
     for collective in COLLECTIVES:
@@ -186,6 +210,8 @@ def illegal(method: Compressor) -> Measurement:
             refused = all(name in str(error) for name in method.legal_collectives())
         if legal == refused:
             faults.append(collective)
+    if "ring" in method.legal_collectives() and (why := exchange.no_partial_sums(method)):
+        faults.append(f"ring: {why}")
     for name in ("residual", "dgc"):
         try:
             memory.check_legal(name, method)

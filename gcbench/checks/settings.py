@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from gcbench.checks import calls, inputs, oracle
+from gcbench.checks import calls, inputs, oracle, statistics
 from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case
 from gcbench.checks.oracle import raw
@@ -54,9 +54,10 @@ TRIED = (
 
 
 def untried(method: Compressor) -> Measurement:
-    """Switches and granularities that no variant has work, on a few inputs of the search.
+    """Values of fields that no variant has work, on a few inputs of the search.
 
-    Values that a user cannot set are left out.
+    Numbers are also tested for bias: a decoder may have the default's in its code. Values that a
+    user cannot set are left out.
     """
     if registry.changed(method):
         raise NotDeclaredError("tried beside the default configuration")
@@ -71,10 +72,19 @@ def untried(method: Compressor) -> Measurement:
             fault, _ = attempt(running, oracle.profile(running), case)
             if fault is not None:
                 return Measurement(f"{text}: {fault}", "as the default", False, str(case))
+        if is_number(value) and other.claims.unbiased:
+            drawn = statistics.unbiased(other)
+            if not drawn.holds:
+                return Measurement(f"{text}: {drawn.measured}", drawn.bound, False, drawn.note)
         done.append(text)
     if not done:
-        raise NotDeclaredError("no switch or granularity that no variant has")
+        raise NotDeclaredError("no field with a value that no variant has")
     return Measurement(", ".join(done), "as the default", True)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a field has a number, which is no switch."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _other_values(method: Compressor) -> Iterator[tuple[str, Any]]:
@@ -86,8 +96,11 @@ def _other_values(method: Compressor) -> Iterator[tuple[str, Any]]:
         choices: tuple[Any, ...] = (False, True) if isinstance(value, bool) else ()
         if get_origin(hints.get(name)) is Literal:
             choices = get_args(hints[name])
-        if name == "granularity":
+        elif name == "granularity":
             choices = GRANULARITIES
+        elif is_number(value):
+            whole = isinstance(value, int)
+            choices = (value - 1, value + 1, 2 * value) if whole else (value / 2, 2 * value)
         yield from ((name, choice) for choice in choices if choice not in seen)
 
 

@@ -53,6 +53,7 @@ from gcbench.core.compressor import (
     check_collectives,
     cuttable,
     fuses_feedback,
+    overrides,
     requantizes,
 )
 from gcbench.core.errors import UsageError
@@ -211,18 +212,29 @@ def check_legal(compressor: Compressor, collective: str | None = None) -> str:
 
 
 def _why_no_ring(method: Compressor) -> str:
-    """Return why partial sums of this method's payloads cannot be encoded at each hop."""
+    if why := no_partial_sums(method):
+        return why
+    if not requantizes(method):
+        return "it has its own merge of payloads; a ring would encode partial sums again"
+    return "it does not declare that partial sums can be encoded again"
+
+
+def no_partial_sums(method: Compressor) -> str:
+    """Return why partial sums of a method's payloads cannot be encoded at each hop; "" if they may.
+
+    `gcbench verify` refuses methods that declare a ring nevertheless.
+    """
     if method.claims.aggregate != "mean" or not method.rule.plain:
         return "it does not apply a mean, so it has no partial sums"
     if isinstance(method, MultiRoundCompressor):
         return "it exchanges in rounds of all-reduce"
-    if not requantizes(method):
-        return "it has its own merge of payloads; a ring would encode partial sums again"
     if of(method).feedback:
         return "its error feedback is for gradients, and each hop would drop most of a partial sum"
     if method.claims.correlated:
         return "with correlated noise, the rounding of a partial sum would be biased"
-    return "it does not declare that partial sums can be encoded again"
+    if overrides(method, "prepare"):
+        return "its workers agree on a statistic of their gradients, which partial sums may exceed"
+    return ""
 
 
 def shard_bounds(n: int, workers: int) -> list[int]:

@@ -768,6 +768,17 @@ class ColdPower(POWER):
         return mean, state
 
 
+class TiringPower(POWER):
+    """Sends nothing after 10 steps."""
+
+    def initial_state(self, ctx):
+        return torch.cat([super().initial_state(ctx), torch.zeros(1)])
+
+    def in_rounds(self, x, state, ctx):
+        mean, factors = yield from super().in_rounds(x, state[:-1], ctx)
+        return mean * (state[-1] < 10), torch.cat([factors, state[-1:] + 1])
+
+
 class NarrowPower(POWER):
     """Adds nothing where a matrix has more than 1024 columns."""
 
@@ -947,6 +958,18 @@ class MisnamedRecipe(INT8):
     """Its recipe names the learning rate otherwise than a run does."""
 
     recipe: ClassVar[dict] = {"learning_rate": 0.1}
+
+
+class RingVote(SIGN):
+    """Declares that a ring may encode partial votes again."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "ring")
+
+
+class RingScale(TERN):
+    """The same of codes whose common scale the workers agree on."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("twoshot", "ring")
 
 
 class HalfTheBits(INT8):
@@ -1186,6 +1209,33 @@ class ScratchLevels(Levels):
         return (torch.floor(levels + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
 
 
+class ScratchMean(INT8):
+    """Adds payloads in one buffer per length, which the owners of two shards use at once."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def mean(self, payloads, ctx):
+        n = ctx.segments.numel
+        total = self.scratch_space.setdefault(n, torch.empty(n)).zero_()
+        for payload in payloads:
+            total.add_(self.decode(payload, ctx._replace(out=None)), alpha=payload.count)
+        return total / sum(payload.count for payload in payloads)
+
+
+class LongScratch(Levels):
+    """Writes the levels of long tensors alone to one buffer per length."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def codes(self, x, scale, draws):
+        if len(x) < 8192:
+            return super().codes(x, scale, draws)
+        levels = self.scratch_space.setdefault(len(x), torch.empty(len(x)))
+        torch.div(x.abs(), scale, out=levels)
+        levels.mul_(TOP).nan_to_num_(0.0, 0.0, 0.0)
+        return (torch.floor(levels + draws).clamp(max=TOP) * x.sign()).to(torch.int8)
+
+
 class ScratchNumpy(Levels):
     """The same with an array of numpy."""
 
@@ -1237,6 +1287,17 @@ class BrokenChoice(Levels):
     def decode(self, payload, ctx):
         decoded = super().decode(payload, ctx)
         return decoded / 2 if self.kind == "half" else decoded
+
+
+@dataclass(frozen=True)
+class DefaultLevels(Levels):
+    """A field sets the number of levels, and decoding divides by that of the default."""
+
+    levels: int = TOP
+
+    def codes(self, x, scale, draws):
+        level = torch.where(scale > 0, x.abs() / scale * self.levels, 0.0)
+        return (torch.floor(level + draws).clamp(max=self.levels) * x.sign()).to(torch.int8)
 
 
 @dataclass(frozen=True)
@@ -1356,6 +1417,7 @@ WRONG = {
     ShiftedFft: "contraction",
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
+    TiringPower: "contraction",
     NarrowPower: "contraction",
     DeadPower: "contraction",
     RatioRandomK: "unbiased",
@@ -1365,6 +1427,8 @@ WRONG = {
     UnscaledNeverTheLast: "contraction",
     BesideThePayload: "nominal bits",
     MisnamedRecipe: "illegal refused",
+    RingVote: "illegal refused",
+    RingScale: "illegal refused",
     HalfTheBits: "nominal bits",
     OnlyDelta: "contraction",
     RatedAdam: "update rule",
@@ -1387,8 +1451,11 @@ WRONG = {
     NearestAmongOthers: "unbiased",
     ScratchLevels: "workers in threads",
     ScratchNumpy: "workers in threads",
+    ScratchMean: "workers in threads",
+    LongScratch: "workers in threads",
     BrokenSwitch: "other settings",
     BrokenChoice: "other settings",
+    DefaultLevels: "other settings",
     PerTensor: "other settings",
     LargeGroups: "other settings",
 }
