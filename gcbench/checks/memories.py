@@ -287,6 +287,23 @@ def _exact_run(carried: Memory, rates: Sequence[float], reads: Sequence[str] = (
     return torch.stack(rows)
 
 
+def _fitting(rule: UpdateRule, carried: Memory) -> UpdateRule:
+    """Return the rule, or the default rule if it reads buffers that the memory lacks."""
+    return rule if {*rule.reads} <= {*carried.joint} else UpdateRule()
+
+
+def _uphill(carried: Memory, rule: UpdateRule) -> bool:
+    """Return whether 30 steps with an exact code and one constant gradient go uphill.
+
+    Signs, averages and momenta of a constant gradient all have a positive product with it.
+    """
+    steps = [gradients(0)] * (exchanges.WARM_UP + 30)
+    code = registry.compressor("none")
+    updates = exchanges.steps_of(carried, _fitting(rule, carried), code, steps, SHAPES)
+    applied = torch.stack([*updates][exchanges.WARM_UP :]).double().sum(0)
+    return not float(applied @ torch.stack(steps[0]).double().sum(0)) > 0
+
+
 def _differs(actual: Tensor, want: Tensor) -> str:
     """Return the first step in which two runs differ by more than rounding, or ""."""
     for step, (one, other) in enumerate(zip(actual, want, strict=True)):
@@ -301,8 +318,11 @@ def _exact(carried: Memory, method: Compressor) -> str:
 
     If the memory declares neither momentum, nor an average, nor a loss, then the mean gradient is
     applied at every step. If it declares an average, none is larger than the mean gradients so far.
-    If it declares a momentum, then a gradient is applied at the next step, too.
+    If it declares a momentum, then a gradient is applied at the next step, too. Whatever it
+    declares, steps with a constant gradient must not go uphill.
     """
+    if _uphill(carried, method.rule):
+        return "exact code: steps with a constant gradient go uphill"
     adjusted = bool(registry.changed(carried))  # as to a momentum of 0
     if carried.masks:
         carried = carried.dense()
@@ -388,9 +408,7 @@ def _crowd(carried: Memory, method: Compressor) -> str:
     The gradients are small, as a clipping threshold may depend on the number of workers. The
     method's update rule takes part, unless it reads buffers that the memory lacks.
     """
-    code, rule = registry.compressor("none"), method.rule
-    if not {*rule.reads} <= {*carried.joint}:
-        rule = UpdateRule()
+    code, rule = registry.compressor("none"), _fitting(method.rule, carried)
     xs = [2.0**-20 * inputs.values(N, 50 + 97 * step) for step in range(6)]
     single, *others = (
         [*exchanges.steps_of(carried, rule, code, [[x] * count for x in xs], SHAPES)]

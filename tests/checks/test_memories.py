@@ -548,6 +548,30 @@ class StoredMean(unusual.TwoMeans):
         return applied
 
 
+class FlippedMomentum(unusual.Corrected):
+    """Velocities of the parameters, which the optimizer subtracts again."""
+
+    def offer(self, gradient, ctx):
+        return super().offer(-gradient, ctx)
+
+
+class FlippedAverage(FlippedMomentum):
+    """An average with the wrong sign."""
+
+    has_momentum = False
+    averages = True
+
+    def offer(self, gradient, ctx):
+        return super().offer(0.1 * gradient, ctx)
+
+
+class FlippedMean(unusual.ClippedError):
+    """Says that it loses errors, and applies a third of the mean with the wrong sign."""
+
+    def apply(self, mean, ctx):
+        return mean / -3
+
+
 class PlainDense(unusual.Corrected):
     """Steps in fp32 have no momentum at all."""
 
@@ -633,6 +657,9 @@ def refused(check, carried, method):
         (KernelsForget, "memory: sent later"),
         (Undeclared, "memory: exact code"),
         (DoubleAverage, "memory: exact code"),
+        (FlippedMomentum, "memory: exact code"),
+        (FlippedAverage, "memory: exact code"),
+        (FlippedMean, "memory: exact code"),
         (ScaledMomentum, "memory: exact code"),
         (FastMean, "memory: exact code"),
         (StaleMean, "memory: exact code"),
@@ -916,6 +943,13 @@ def test_large_inputs_are_run_as_the_engine_runs_them():
     assert memory_steps.alike(actual, want)
 
 
+class UphillSigns(Signs):
+    """The opposite signs."""
+
+    def update(self, mean, ctx):
+        return -super().update(mean, ctx)
+
+
 class OddSigns(Signs):
     """Divides by the number of workers, if that is odd."""
 
@@ -923,11 +957,14 @@ class OddSigns(Signs):
         return super().update(mean, ctx) / (ctx.workers if ctx.workers % 2 else 1)
 
 
-def test_an_update_rule_that_divides_by_the_number_of_workers_is_refused():
+@pytest.mark.parametrize(
+    ("cls", "check"), [(OddSigns, "memory: equal gradients"), (UphillSigns, "memory: exact code")]
+)
+def test_an_update_rule_with_a_wrong_sign_or_factor_is_refused(cls, check):
     @dataclass(frozen=True)
     class Method(type(registry.compressor("dlion"))):
         @property
         def rule(self):
-            return OddSigns(vote=True)
+            return cls(vote=True)
 
-    refused("memory: equal gradients", memory.of(Method()), Method())
+    refused(check, memory.of(Method()), Method())
