@@ -548,6 +548,45 @@ class StoredMean(unusual.TwoMeans):
         return applied
 
 
+class SentIsExact(Residual):
+    """Wherever something was sent there is no residual."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].masked_fill_(sent != 0, 0.0)
+
+
+class SentIsExactBesideMomentum(unusual.Corrected):
+    """The same beside a momentum."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["error"].masked_fill_(sent != 0, 0.0)
+
+
+class SentIsExactWithMasks(Dgc):
+    """The residual is cleared wherever the velocity is."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].masked_fill_(sent != 0, 0.0)
+
+
+class ClippedAndHalved(unusual.Corrected):
+    """Clips gradients and halves errors, which are neither declared lossy nor residuals."""
+
+    residuals = ()
+    feedback = True
+    contracting = True
+
+    def offer(self, gradient, ctx):
+        return super().offer(gradient / gradient.norm().clamp(min=1.0), ctx)
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["error"].mul_(0.5)
+
+
 class FlippedMomentum(unusual.Corrected):
     """Velocities of the parameters, which the optimizer subtracts again."""
 
@@ -596,6 +635,11 @@ class OtherDense(unusual.Corrected):
         (ForgetfulOwner, "memory: buffers"),
         (HalfKept, "memory: constant gradient"),
         (CoarseError, "memory: constant gradient"),
+        (SentIsExact, "memory: nothing lost in a step"),
+        (SentIsExact, "memory: constant gradient"),
+        (SentIsExactBesideMomentum, "memory: constant gradient"),
+        (SentIsExactWithMasks, "memory: constant gradient"),
+        (ClippedAndHalved, "memory: constant gradient"),
         (ThirdWorker, "memory: constant gradient"),
         (KeptVelocity, "memory: constant gradient"),
         (LateVelocity, "memory: dense"),
