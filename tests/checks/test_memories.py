@@ -572,6 +572,20 @@ class SentIsExactWithMasks(Dgc):
         ctx.state["residual"].masked_fill_(sent != 0, 0.0)
 
 
+class UnlistedBesideMomentum(unusual.Corrected):
+    """The error is not declared, so codes need not be contractive."""
+
+    residuals = ()
+    feedback = True
+
+
+class GrowingInTwoShot(Residual):
+    """Owners multiply their errors by 1.5."""
+
+    lossy = True
+    owner_decay = 1.5
+
+
 class ClippedAndHalved(unusual.Corrected):
     """Clips gradients and halves errors, which are neither declared lossy nor residuals."""
 
@@ -609,6 +623,34 @@ class FlippedMean(unusual.ClippedError):
 
     def apply(self, mean, ctx):
         return mean / -3
+
+
+class UnclippedDense(unusual.Corrected):
+    """Clips gradients to a norm of 1000; steps in fp32 do not."""
+
+    def offer(self, gradient, ctx):
+        return super().offer(gradient / (gradient.norm() / 1000).clamp(min=1.0), ctx)
+
+    def dense(self):
+        return unusual.Corrected()
+
+
+class ClippedDense(UnclippedDense):
+    """Steps in fp32 clip, too."""
+
+    def dense(self):
+        return self
+
+
+class FusibleDecay(Residual):
+    """Says that plain error feedback is equivalent, and halves the residual."""
+
+    fusible = True
+    lossy = True
+
+    def offer(self, gradient, ctx):
+        ctx.state["residual"].mul_(0.5)
+        return super().offer(gradient, ctx)
 
 
 class PlainDense(unusual.Corrected):
@@ -693,6 +735,7 @@ def refused(check, carried, method):
         (Unscaled, "memory: learning rate"),
         (Wrong, "memory: buffers"),
         (Deaf, "memory: buffers"),
+        (UnlistedBesideMomentum, "memory: buffers"),
         (Shared, "memory: replicas"),
         (Unlisted, "memory: sent later"),
         (TwiceScaled, "memory: sent later"),
@@ -711,6 +754,7 @@ def refused(check, carried, method):
         (StoredGradient, "memory: overwritten"),
         (StoredMean, "memory: overwritten"),
         (PlainDense, "memory: dense"),
+        (UnclippedDense, "memory: dense"),
         (OtherDense, "memory: dense"),
     ],
 )
@@ -718,6 +762,41 @@ def refused(check, carried, method):
 def test_a_wrong_memory_is_refused(cls, check, name):
     """Also beside methods whose feedback is fused, which take over for a plain residual alone."""
     refused(check, cls(), registry.compressor(name))
+
+
+class OwnerOfDifferences(unusual.Differences):
+    """Owners of two-shot shards feed the error of the mean back."""
+
+    owner = True
+
+
+@pytest.mark.parametrize("name", ["topk", "int8", "bf16"])
+def test_a_fusible_memory_does_what_plain_error_feedback_does(name):
+    """Also beside methods that do not fuse it with encoding."""
+    method = registry.compressor(name)
+    assert memories._received(Residual(at_owner=False), method) == ""
+    refused("memory: what was sent", FusibleDecay(), method)
+
+
+def test_a_memory_may_clip_gradients_if_dense_does():
+    assert memories._dense(ClippedDense(), registry.compressor("topk")) == ""
+
+
+def test_owners_need_a_contractive_code():
+    for carried, name, legal in (
+        (unusual.Differences(), "qsgd", True),
+        (OwnerOfDifferences(), "qsgd", False),
+        (OwnerOfDifferences(), "efsignsgd", True),
+        (OwnerOfDifferences(), "none", True),
+    ):
+        fault = memories.CHECKS["memory: buffers"](carried, registry.compressor(name))
+        assert bool(fault) is not legal, (carried, name)
+
+
+def test_buffers_are_finite_with_every_collective():
+    method = registry.compressor("efsignsgd")
+    assert method.legal_collectives()[1:]
+    refused("memory: finite", GrowingInTwoShot(), method)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "randomk"])
