@@ -15,7 +15,14 @@ from gcbench.checks.calls import Calls
 from gcbench.checks.oracle import raw
 from gcbench.checks.outcome import Outcome
 from gcbench.core import registry
-from gcbench.core.compressor import Compressor, Context, Key, MultiRoundCompressor, Segments
+from gcbench.core.compressor import (
+    Compressor,
+    Context,
+    Key,
+    MultiRoundCompressor,
+    Segments,
+    reencodes,
+)
 from gcbench.core.exchange import Exchange, Lane
 from gcbench.core.memory import Memory
 from gcbench.core.rule import UpdateRule
@@ -102,27 +109,55 @@ def _buffers(carried: Memory, method: Compressor) -> str:
         return f"residuals {carried.residuals} are not among the buffers {carried.buffers}"
     if carried.residuals and carried.owner and carried.owner_decay != 1 and not carried.lossy:
         return f"owner_decay is {carried.owner_decay}, but `lossy` is false"
+    if not (carried.residuals or carried.contracting) and _accumulates(carried):
+        return "an error is fed back, but neither `residuals` nor `contracting` declares it"
+    two = "twoshot" in method.legal_collectives() and reencodes(method, "twoshot")
+    if two and carried.owner and not (carried.residuals or method.claims.contractive):
+        return "`owner` is true, though the code is not contractive: set it to false"
     return ""
+
+
+def _accumulates(carried: Memory) -> bool:
+    """Return whether a gradient of which nothing is sent is offered at all later steps.
+
+    So is an error, for which codes must be contractive. A momentum decays, and the estimate of a
+    gradient learns only from what is sent.
+    """
+    if not carried.feedback:
+        return False
+    gradient = memory_steps.SMALL * inputs.values(39, 17)
+    state, joint = carried.state(gradient), {x: torch.zeros(39) for x in carried.joint}
+    offers = []
+    for step in range(1000):
+        ctx = Context(Segments.of(((39,),)), key=Key(7, step, 0), state=state, joint=joint)
+        offered = carried.offer(gradient * (step == 0), ctx).clone()
+        carried.keep(offered, torch.zeros(39), ctx)
+        offers.append(offered)
+    early, late = offers[499], offers[999]
+    remains = float(late.abs().amax()) > 1e-6 * float(gradient.abs().amax())
+    return remains and memory_steps.alike([late], [early])
 
 
 def _received(carried: Memory, method: Compressor) -> str:
     """`keep` receives the decoding of the worker's own payload, and gradients stay as they are.
 
-    Methods in rounds, and those without an all-gather, are compared in their gradients alone.
+    Methods in rounds, and those without an all-gather, are compared in their gradients alone. With
+    any other method, a memory that is fusible must do what plain error feedback does.
     """
     if not carried.carries:
         return SKIPPED + "the gradient is offered as it is"
     spy, rounds = Spy(carried), isinstance(method, MultiRoundCompressor)
     single = "allgather" in method.legal_collectives() and not rounds
     way = "allgather" if single else None
-    running, fused = (exchange(method, each, way) for each in (spy, carried))
+    plain = registry.memory_class("residual")() if carried.fusible and single else carried
+    running, fused = (exchange(method, each, way) for each in (spy, plain))
     calls, segments = Calls(method), Segments.of(SHAPES, method.granularity)
     for step in range(4):
         spy.offered.clear()
         spy.sent.clear()
         mean = running.mean(gradients(step), step)
         if raw(fused.mean(gradients(step), step)) != raw(mean):
-            return f"step {step}: fusible, but encode_feedback and the memory give other means"
+            return f"step {step}: fusible, but plain error feedback gives other means"
         if spy.changed:
             return f"step {step}: offer changes the gradient"
         if not single:
@@ -158,8 +193,14 @@ def _checkpoint(carried: Memory, method: Compressor) -> str:
 
 
 def _finite(carried: Memory, method: Compressor) -> str:
-    """100 steps of one gradient, and of zeros, leave finite buffers."""
-    running = exchange(method, carried)
+    """50 steps of one gradient, and 50 of zeros, leave finite buffers, by every collective."""
+    for way in method.legal_collectives():
+        if fault := _unbounded(exchange(method, carried, way)):
+            return f"{fault} ({way})"
+    return ""
+
+
+def _unbounded(running: Exchange) -> str:
     largest = float(max(x.abs().amax() for x in gradients(0)))
     for step in range(100):
         xs = gradients(0) if step < 50 else [torch.zeros(N)] * WORKERS
@@ -190,7 +231,7 @@ def _identity(carried: Memory, method: Compressor) -> str:
             (PLACE,),
             (base, torch.zeros(N), 2.0**-60 * base, 2.0**60 * base),
             (0.0, 1.0, -1.0, 2000.0, 2.0**20),
-            (share, torch.zeros(N), torch.ones(N)),
+            (share, torch.zeros(N), torch.ones(N), torch.full((N,), 0.5)),
         ),
         *itertools.product((PLACE,), (heavy,), (0.0, 1.0), (share, torch.zeros(N))),
         *itertools.product(PLACES, (base,), (1.0,), (share,)),
@@ -244,47 +285,70 @@ def _summed(
 def _constant(carried: Memory, method: Compressor) -> str:
     """Of a constant gradient as much is applied in the end as if every element was sent at once.
 
-    Each element is sent at every third step. It holds whatever the memory keeps: an error, an
-    estimate of the gradient, or a momentum; but only if what is applied is linear in the gradients.
-    A memory that is lossy or masks must apply more than the third that arrives without an error.
+    Each element is sent at every third step, or half of it at every step. It holds whatever the
+    memory keeps: an error, an estimate of the gradient, or a momentum; but only if what is applied
+    is linear in the gradients. These are small, as a memory may clip. A memory that is lossy or
+    masks must apply more than the share that arrives without an error.
     """
     if not carried.feedback:
         return SKIPPED + "`keep` is never called"
-    one, two, three = (inputs.values(39, 17 + rank) for rank in range(3))
-    every, third = torch.ones(39), (torch.arange(39) % 3 == 0).float()
+    one, two, three = (memory_steps.SMALL * inputs.values(39, 17 + rank) for rank in range(3))
+    every, half = torch.ones(39), torch.full((39,), 0.5)
+    third = (torch.arange(39) % 3 == 0).float()
     rows = ((one, two, three), (two, three, one), (one + two, two + three, three + one))
     first, second, both = (_summed(carried, xs, every, 60) for xs in rows)
     largest = both.abs().amax()
     if bool(((first + second - both).abs() > 1e-3 * largest).any()):
         return SKIPPED + "what is applied is not linear in the gradients"
-    for xs, start in ((rows[0], 0), (rows[0][:1], 1000)):
+    for xs, start, share in ((rows[0], 0, third), (rows[0], 0, half), (rows[0][:1], 1000, third)):
         (before, actual), (early, want) = (
-            _summed(carried, xs, x, first=start) for x in (third, every)
+            _summed(carried, xs, x, first=start) for x in (share, every)
         )
         applied = float((actual * want).sum() / want.square().sum())
         if carried.lossy or carried.masks:
-            holds = applied > 0.334
+            holds = applied > 1.002 * float(share.mean())
         else:  # where the sums still change, by as much
             room = 1e-3 * want.abs().amax() + 2 * (actual - before).abs() + 2 * (want - early).abs()
             holds = bool(((actual - want).abs() <= room).all())
         if not holds:
-            where = f"{len(xs)} worker(s), from step {start}"
+            sent = "half of each element" if share is half else "a third of the elements"
+            where = f"{len(xs)} worker(s), from step {start}, which send {sent}"
             return f"of a constant gradient {applied:.3g} times as much is applied ({where})"
     return ""
 
 
-def _exact_run(carried: Memory, rates: Sequence[float], reads: Sequence[str] = ()) -> Tensor:
+def _exact_run(
+    carried: Memory, rates: Sequence[float], reads: Sequence[str] = (), scale: float = 1.0
+) -> Tensor:
     """Return what is applied at each step with an exact code, float64, one row per step.
 
     `reads`: joint buffers that an update rule reads; if there are any, rows consist of these.
+    `scale`: that of the gradients.
     """
     code = registry.compressor("none")
     running, rows = exchange(code, carried), []
     for step, lr in enumerate(rates):
-        mean = running.mean(gradients(step), step, lr=lr)
+        mean = running.mean([scale * x for x in gradients(step)], step, lr=lr)
         row = [running.joint[0][name] for name in reads] or [mean]
         rows.append(torch.cat(row).double())
     return torch.stack(rows)
+
+
+def _fitting(rule: UpdateRule, carried: Memory) -> UpdateRule:
+    """Return the rule, or the default rule if it reads buffers that the memory lacks."""
+    return rule if {*rule.reads} <= {*carried.joint} else UpdateRule()
+
+
+def _uphill(carried: Memory, rule: UpdateRule) -> bool:
+    """Return whether 30 steps with an exact code and one constant gradient go uphill.
+
+    Signs, averages and momenta of a constant gradient all have a positive product with it.
+    """
+    steps = [gradients(0)] * (exchanges.WARM_UP + 30)
+    code = registry.compressor("none")
+    updates = exchanges.steps_of(carried, _fitting(rule, carried), code, steps, SHAPES)
+    applied = torch.stack([*updates][exchanges.WARM_UP :]).double().sum(0)
+    return not float(applied @ torch.stack(steps[0]).double().sum(0)) > 0
 
 
 def _differs(actual: Tensor, want: Tensor) -> str:
@@ -301,8 +365,11 @@ def _exact(carried: Memory, method: Compressor) -> str:
 
     If the memory declares neither momentum, nor an average, nor a loss, then the mean gradient is
     applied at every step. If it declares an average, none is larger than the mean gradients so far.
-    If it declares a momentum, then a gradient is applied at the next step, too.
+    If it declares a momentum, then a gradient is applied at the next step, too. Whatever it
+    declares, steps with a constant gradient must not go uphill.
     """
+    if _uphill(carried, method.rule):
+        return "exact code: steps with a constant gradient go uphill"
     adjusted = bool(registry.changed(carried))  # as to a momentum of 0
     if carried.masks:
         carried = carried.dense()
@@ -368,6 +435,7 @@ def _dense(carried: Memory, method: Compressor) -> str:
     """`dense()` applies what the memory applies with an exact code, unless it averages.
 
     A memory that masks clears a momentum after the first step, so only that step is compared.
+    Gradients are also so large that a memory that clips them does so.
     """
     dense = carried.dense()
     if dense.masks:
@@ -378,8 +446,14 @@ def _dense(carried: Memory, method: Compressor) -> str:
         return ""
     reads = [name for name in method.rule.reads if name in carried.joint]
     rates = RATES[:1] if carried.masks else RATES
-    fault = _differs(_exact_run(dense, rates, reads), _exact_run(carried, rates, reads))
-    return fault and f"dense() applies something other than the memory with an exact code: {fault}"
+    for scale in (1.0, 2.0**40):
+        actual, want = (_exact_run(each, rates, reads, scale) for each in (dense, carried))
+        if fault := _differs(actual, want):
+            return (
+                "dense() applies something other than the memory with an exact code: "
+                f"{fault} (gradients times {scale:g})"
+            )
+    return ""
 
 
 def _crowd(carried: Memory, method: Compressor) -> str:
@@ -388,9 +462,7 @@ def _crowd(carried: Memory, method: Compressor) -> str:
     The gradients are small, as a clipping threshold may depend on the number of workers. The
     method's update rule takes part, unless it reads buffers that the memory lacks.
     """
-    code, rule = registry.compressor("none"), method.rule
-    if not {*rule.reads} <= {*carried.joint}:
-        rule = UpdateRule()
+    code, rule = registry.compressor("none"), _fitting(method.rule, carried)
     xs = [2.0**-20 * inputs.values(N, 50 + 97 * step) for step in range(6)]
     single, *others = (
         [*exchanges.steps_of(carried, rule, code, [[x] * count for x in xs], SHAPES)]

@@ -548,6 +548,111 @@ class StoredMean(unusual.TwoMeans):
         return applied
 
 
+class SentIsExact(Residual):
+    """Wherever something was sent there is no residual."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].masked_fill_(sent != 0, 0.0)
+
+
+class SentIsExactBesideMomentum(unusual.Corrected):
+    """The same beside a momentum."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["error"].masked_fill_(sent != 0, 0.0)
+
+
+class SentIsExactWithMasks(Dgc):
+    """The residual is cleared wherever the velocity is."""
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["residual"].masked_fill_(sent != 0, 0.0)
+
+
+class UnlistedBesideMomentum(unusual.Corrected):
+    """The error is not declared, so codes need not be contractive."""
+
+    residuals = ()
+    feedback = True
+
+
+class GrowingInTwoShot(Residual):
+    """Owners multiply their errors by 1.5."""
+
+    lossy = True
+    owner_decay = 1.5
+
+
+class ClippedAndHalved(unusual.Corrected):
+    """Clips gradients and halves errors, which are neither declared lossy nor residuals."""
+
+    residuals = ()
+    feedback = True
+    contracting = True
+
+    def offer(self, gradient, ctx):
+        return super().offer(gradient / gradient.norm().clamp(min=1.0), ctx)
+
+    def keep(self, offered, sent, ctx):
+        super().keep(offered, sent, ctx)
+        ctx.state["error"].mul_(0.5)
+
+
+class FlippedMomentum(unusual.Corrected):
+    """Velocities of the parameters, which the optimizer subtracts again."""
+
+    def offer(self, gradient, ctx):
+        return super().offer(-gradient, ctx)
+
+
+class FlippedAverage(FlippedMomentum):
+    """An average with the wrong sign."""
+
+    has_momentum = False
+    averages = True
+
+    def offer(self, gradient, ctx):
+        return super().offer(0.1 * gradient, ctx)
+
+
+class FlippedMean(unusual.ClippedError):
+    """Says that it loses errors, and applies a third of the mean with the wrong sign."""
+
+    def apply(self, mean, ctx):
+        return mean / -3
+
+
+class UnclippedDense(unusual.Corrected):
+    """Clips gradients to a norm of 1000; steps in fp32 do not."""
+
+    def offer(self, gradient, ctx):
+        return super().offer(gradient / (gradient.norm() / 1000).clamp(min=1.0), ctx)
+
+    def dense(self):
+        return unusual.Corrected()
+
+
+class ClippedDense(UnclippedDense):
+    """Steps in fp32 clip, too."""
+
+    def dense(self):
+        return self
+
+
+class FusibleDecay(Residual):
+    """Says that plain error feedback is equivalent, and halves the residual."""
+
+    fusible = True
+    lossy = True
+
+    def offer(self, gradient, ctx):
+        ctx.state["residual"].mul_(0.5)
+        return super().offer(gradient, ctx)
+
+
 class PlainDense(unusual.Corrected):
     """Steps in fp32 have no momentum at all."""
 
@@ -572,6 +677,11 @@ class OtherDense(unusual.Corrected):
         (ForgetfulOwner, "memory: buffers"),
         (HalfKept, "memory: constant gradient"),
         (CoarseError, "memory: constant gradient"),
+        (SentIsExact, "memory: nothing lost in a step"),
+        (SentIsExact, "memory: constant gradient"),
+        (SentIsExactBesideMomentum, "memory: constant gradient"),
+        (SentIsExactWithMasks, "memory: constant gradient"),
+        (ClippedAndHalved, "memory: constant gradient"),
         (ThirdWorker, "memory: constant gradient"),
         (KeptVelocity, "memory: constant gradient"),
         (LateVelocity, "memory: dense"),
@@ -625,6 +735,7 @@ def refused(check, carried, method):
         (Unscaled, "memory: learning rate"),
         (Wrong, "memory: buffers"),
         (Deaf, "memory: buffers"),
+        (UnlistedBesideMomentum, "memory: buffers"),
         (Shared, "memory: replicas"),
         (Unlisted, "memory: sent later"),
         (TwiceScaled, "memory: sent later"),
@@ -633,6 +744,9 @@ def refused(check, carried, method):
         (KernelsForget, "memory: sent later"),
         (Undeclared, "memory: exact code"),
         (DoubleAverage, "memory: exact code"),
+        (FlippedMomentum, "memory: exact code"),
+        (FlippedAverage, "memory: exact code"),
+        (FlippedMean, "memory: exact code"),
         (ScaledMomentum, "memory: exact code"),
         (FastMean, "memory: exact code"),
         (StaleMean, "memory: exact code"),
@@ -640,6 +754,7 @@ def refused(check, carried, method):
         (StoredGradient, "memory: overwritten"),
         (StoredMean, "memory: overwritten"),
         (PlainDense, "memory: dense"),
+        (UnclippedDense, "memory: dense"),
         (OtherDense, "memory: dense"),
     ],
 )
@@ -647,6 +762,41 @@ def refused(check, carried, method):
 def test_a_wrong_memory_is_refused(cls, check, name):
     """Also beside methods whose feedback is fused, which take over for a plain residual alone."""
     refused(check, cls(), registry.compressor(name))
+
+
+class OwnerOfDifferences(unusual.Differences):
+    """Owners of two-shot shards feed the error of the mean back."""
+
+    owner = True
+
+
+@pytest.mark.parametrize("name", ["topk", "int8", "bf16"])
+def test_a_fusible_memory_does_what_plain_error_feedback_does(name):
+    """Also beside methods that do not fuse it with encoding."""
+    method = registry.compressor(name)
+    assert memories._received(Residual(at_owner=False), method) == ""
+    refused("memory: what was sent", FusibleDecay(), method)
+
+
+def test_a_memory_may_clip_gradients_if_dense_does():
+    assert memories._dense(ClippedDense(), registry.compressor("topk")) == ""
+
+
+def test_owners_need_a_contractive_code():
+    for carried, name, legal in (
+        (unusual.Differences(), "qsgd", True),
+        (OwnerOfDifferences(), "qsgd", False),
+        (OwnerOfDifferences(), "efsignsgd", True),
+        (OwnerOfDifferences(), "none", True),
+    ):
+        fault = memories.CHECKS["memory: buffers"](carried, registry.compressor(name))
+        assert bool(fault) is not legal, (carried, name)
+
+
+def test_buffers_are_finite_with_every_collective():
+    method = registry.compressor("efsignsgd")
+    assert method.legal_collectives()[1:]
+    refused("memory: finite", GrowingInTwoShot(), method)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "randomk"])
@@ -916,6 +1066,13 @@ def test_large_inputs_are_run_as_the_engine_runs_them():
     assert memory_steps.alike(actual, want)
 
 
+class UphillSigns(Signs):
+    """The opposite signs."""
+
+    def update(self, mean, ctx):
+        return -super().update(mean, ctx)
+
+
 class OddSigns(Signs):
     """Divides by the number of workers, if that is odd."""
 
@@ -923,11 +1080,14 @@ class OddSigns(Signs):
         return super().update(mean, ctx) / (ctx.workers if ctx.workers % 2 else 1)
 
 
-def test_an_update_rule_that_divides_by_the_number_of_workers_is_refused():
+@pytest.mark.parametrize(
+    ("cls", "check"), [(OddSigns, "memory: equal gradients"), (UphillSigns, "memory: exact code")]
+)
+def test_an_update_rule_with_a_wrong_sign_or_factor_is_refused(cls, check):
     @dataclass(frozen=True)
     class Method(type(registry.compressor("dlion"))):
         @property
         def rule(self):
-            return OddSigns(vote=True)
+            return cls(vote=True)
 
-    refused("memory: equal gradients", memory.of(Method()), Method())
+    refused(check, memory.of(Method()), Method())

@@ -239,6 +239,7 @@ class Differences(Memory):
     buffers: ClassVar[tuple[str, ...]] = ("estimate",)
     joint: ClassVar[tuple[str, ...]] = ("mean estimate",)
     feedback: ClassVar[bool] = True
+    owner: ClassVar[bool] = False
 
     def offer(self, gradient, ctx):
         return gradient - ctx.state["estimate"]
