@@ -80,7 +80,7 @@ def _mixed(method: Compressor, shapes: inputs.Shapes) -> Iterator[str]:
     ctx = ctx._replace(shared=codec.agree(method, xs, ctx)[0])
     keys = [ctx.key._replace(rank=rank % 2) for rank in range(4)]
     sent = [codec.encode(method, x, ctx._replace(key=key)) for x, key in zip(xs, keys, strict=True)]
-    merges = "twoshot" in method.legal_collectives()
+    legal = method.legal_collectives()
 
     def worker(rank: int) -> dict[str, bytes]:
         payload = codec.encode(method, xs[rank], ctx._replace(key=keys[rank]))
@@ -88,9 +88,10 @@ def _mixed(method: Compressor, shapes: inputs.Shapes) -> Iterator[str]:
         results = {
             "encode": oracle.raw(payload.to_bytes()),
             "decode": oracle.raw(codec.decode(method, payload, ctx)),
-            "mean": oracle.raw(codec.mean(method, received, ctx)),
         }
-        if merges:
+        if "allgather" in legal:
+            results["mean"] = oracle.raw(codec.mean(method, received, ctx))
+        if "twoshot" in legal:
             results["merge"] = oracle.raw(codec.merge(method, received, ctx).to_bytes())
         return results
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gcbench import ops
-from gcbench.checks import calls, inputs, oracle
+from gcbench.checks import calls, exchanges, inputs, oracle
 from gcbench.checks.cases import COMPOSITE
 from gcbench.checks.oracle import Z, refutes_bound
 from gcbench.checks.outcome import Measurement, NotDeclaredError
@@ -28,6 +28,7 @@ from gcbench.core.compressor import (
     Key,
     MultiRoundCompressor,
     Segments,
+    reencodes,
     requantizes,
 )
 from gcbench.stats.confidence import bernstein, nonnegative
@@ -359,6 +360,7 @@ def unbiased(method: Compressor) -> Measurement:
 
     The same holds for means over coordinates of similar magnitude, from the largest to 2^-12 of it,
     where the largest is about 1, 2^-30 or 2^30: of errors away from 0, and of errors upwards.
+    It also holds for the mean of workers by collectives that encode a mean or partial sums again.
     """
     if not method.claims.unbiased:
         raise NotDeclaredError("biased")
@@ -385,20 +387,50 @@ def unbiased(method: Compressor) -> Measurement:
         worst = max(worst, off)
     values, band = _bands()
     for power in SCALE_EXPONENTS:
-        decoded, target, *_ = _drawn(method, values * 2.0**power)
+        decoded, target, x, ctx = _drawn(method, values * 2.0**power)
         errors = (decoded - target) * 2.0**-power
         gap = float(errors.max() - errors.min())
+        declared = method.claims.variance(x, ctx)
         for i, turned in itertools.product(range(5), (values.sign(), torch.ones(420))):
             part = (errors * turned)[:, band == i]
-            off = _deviations(
-                part.mean(1, keepdim=True), 1e-6 * 2.0 ** (-3 * i), gap / part.shape[1]
-            )
+            count, smallest = part.shape[1], 1e-6 * 2.0 ** (-3 * i)
+            if declared is not None:  # as above
+                sizes = declared.double().view(-1, 420)[:, band == i] * 4.0**-power
+                deviation = math.sqrt(float(sizes.mean(0).sum())) / count
+                smallest = max(smallest, deviation / math.sqrt(len(part)))
+            off = _deviations(part.mean(1, keepdim=True), smallest, gap / count)
             if off > max(worst, Z):
                 note = f"of elements of about 2^-{3 * i} of the largest, which is 2^{power}"
+            worst = max(worst, off)
+    for collective in method.legal_collectives():
+        again = _exchanged(method, collective) if reencodes(method, collective) else None
+        if again is not None:
+            off = _deviations(again, 1e-7)
+            if off > max(worst, Z):
+                note = f"of the mean of 3 workers by {collective}"
             worst = max(worst, off)
     absent = next(_absent(method), "")
     holds = worst <= Z and not absent
     return Measurement(f"{worst:.2f} sd", f"{Z} sd", holds, note or absent)
+
+
+def _exchanged(method: Compressor, collective: str) -> Tensor | None:
+    """Return the errors of the mean of 3 workers of equal signs in DRAWS tensors, (DRAWS, 64).
+
+    None: the target clips relative to the largest elements, as in the MX formats, so that the mean
+    of targets is not that of partial sums.
+    """
+    xs = [share * _sample().abs().repeat(DRAWS) for share in (1.0, 0.7, 0.4)]
+    shapes = [(64,)] * DRAWS
+    mean = exchanges.exchanged_mean(method, collective, xs, shapes)
+    ctx = Context(calls.segments_of(method, shapes), workers=len(xs))
+    ctx = ctx._replace(shared=codec.agree(method, xs, ctx)[0])
+    targets = [method.claims.target(x, ctx).double() for x in xs]
+    total = sum(xs, torch.zeros_like(xs[0]))
+    clipped, doubled = method.claims.target(total, ctx), method.claims.target(2 * total, ctx)
+    if not torch.equal(clipped, total) and torch.equal(doubled, 2 * clipped):
+        return None
+    return (mean.double() - torch.stack(targets).mean(0)).view(DRAWS, -1)
 
 
 def _deviations(errors: Tensor, least: float | Tensor, gap: float = 0.0) -> float:

@@ -68,6 +68,7 @@ from gcbench.core.compressor import (
     Segments,
     check_finite,
 )
+from gcbench.core.errors import PayloadError
 from gcbench.core.rule import UpdateRule
 from gcbench.ops.hadamard import rotate
 
@@ -266,6 +267,49 @@ class SummedAlone(SummedLevels):
     """Adds codes that have different scales; no all-gather is legal to compare it with."""
 
     collectives: ClassVar[tuple[str, ...]] = ("allreduce", "twoshot")
+
+
+class FixedClaims(Claims):
+    unbiased = True
+
+    def target(self, x, ctx):
+        return x.clamp(-1, 1)
+
+    def variance(self, x, ctx):
+        level = self.target(x, ctx).double().abs() * TOP
+        return (level - level.floor()) * (1 - (level - level.floor())) / TOP**2
+
+
+@dataclass(frozen=True)
+class FixedLevels(Levels):
+    """Right: 15 levels from -1 to 1, drawn with 48 bits, so that also tiny values are unbiased."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather",)
+
+    @property
+    def claims(self):
+        return FixedClaims(self)
+
+    def encode(self, x, ctx):
+        level = check_finite(x.double()).clamp(-1, 1).abs() * TOP
+        draws = ops.random.uniform(ctx.key, len(x)).double()
+        fine = ops.random.uniform(ctx.key._replace(stream=77 + ctx.key.stream), len(x)).double()
+        up = draws + 2.0**-24 * fine < level - level.floor()
+        return ((level.floor() + up) * x.sign()).to(torch.int8)
+
+    def decode(self, payload, ctx):
+        if bool((payload.parts[0].int().abs() > TOP).any()):
+            raise PayloadError("codes out of range")
+        return payload.parts[0].float() / TOP
+
+    def layout(self, segments, count=1):
+        return ((torch.int8, segments.numel),)
+
+
+class FixedRing(FixedLevels):
+    """Sends partial sums, which leave the range."""
+
+    collectives: ClassVar[tuple[str, ...]] = ("allgather", "ring")
 
 
 class ShrunkLevels(Levels):
@@ -1384,6 +1428,7 @@ WRONG = {
     SummedLevels: "same mean in collectives",
     SummedAlone: "same mean in collectives",
     ShrunkLevels: "unbiased",
+    FixedRing: "unbiased",
     Drifting: "unbiased",
     Stepless: "independent noise",
     **dict.fromkeys(REDRAWN, "independent noise"),
@@ -1590,7 +1635,7 @@ def test_what_a_process_saw_first_must_not_matter():
     assert processes.compared(processes.digests(FirstNormed()), there).verdict == "fails"
 
 
-BASES = [STOCHASTIC, Levels, SharedLevels, Blocks, Hundredth]
+BASES = [STOCHASTIC, Levels, FixedLevels, SharedLevels, Blocks, Hundredth]
 
 
 @pytest.mark.parametrize("base", BASES)
