@@ -83,7 +83,7 @@ def untried(method: Compressor) -> Measurement:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a field has a number, which is no switch."""
+    """Return whether a field has a number; true and false are a switch."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
