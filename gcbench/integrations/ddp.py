@@ -446,6 +446,8 @@ class CommHook(Hook):
         return self._used[name]
 
     def _direction(self, parameter: Tensor) -> Tensor | None:
+        if not self._exchanges:  # the gradients of one rank stay as they are
+            return None
         settings, placed = self.settings, self._placed.get(id(parameter))
         votes = settings.compressor.claims.aggregate == "vote" and not settings.warms_up(
             self._step - 1, self._level.exchange.skipped

@@ -211,7 +211,7 @@ class Rates:
 
         It compares one tensor, and only at steps 1, 2, 4, ...: on a GPU a comparison is a wait.
         """
-        if "length" in self._warned or hook.step & (hook.step - 1):
+        if "length" in self._warned or not hook.step or hook.step & (hook.step - 1):
             return
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             name, direction = self._names.get(id(parameter)), hook._direction(parameter)

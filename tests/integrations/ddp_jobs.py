@@ -1093,6 +1093,11 @@ def directions(rank: int, size: int) -> dict[str, Any]:
             key = f"{name} {', '.join(options)}"
             result[f"{key}{', clipped' * clip}"] = warned(steps)
             hook.close()
+    groups = [dist.new_group([each]) for each in range(size)]
+    hook, ddp = comm_hook("signsgd"), wrapped(model(), process_group=groups[rank])
+    hook.register(ddp)
+    result["one rank"] = warned(partial(train, ddp, sgd(ddp, hook), range(STEPS), rank))
+    hook.close()
     return result
 
 

@@ -146,6 +146,7 @@ def test_directions_that_were_clipped_before_their_step_are_named():
         warned = {key for key, texts in lists.items() if any("clip_grad" in x for x in texts)}
         assert warned == {f"{name}, clipped" for name in clipped}
         assert all(len(result[key]) == 1 for key in warned)
+        assert result["one rank"] == []
 
 
 def test_a_parameter_without_a_gradient_in_a_warm_up_is_named():
