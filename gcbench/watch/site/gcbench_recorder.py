@@ -229,6 +229,8 @@ class Recorder:
                 if hasattr(torch.ops.c10d, operator):
                     kernel = self._kernel(operator)
                     self._library.impl(operator, kernel, "BackendSelect", with_keyset=True)
+        self.around_step = optimizers.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+        """The code around every optimizer's step that calls the hooks."""
         optimizers.register_optimizer_step_pre_hook(self._begins)
         optimizers.register_optimizer_step_post_hook(self._stepped)
         atexit.register(self.finish)
@@ -334,10 +336,9 @@ class Recorder:
 
     def _is_part(self, optimizer: Any) -> bool:
         """Return whether a step is `super().step()` of another one; torch calls hooks for both."""
-        code = self.torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
         frame, count = sys._getframe(1), 0
         while frame is not None:
-            count += frame.f_code is code and frame.f_locals["self"] is optimizer
+            count += frame.f_code is self.around_step and frame.f_locals["self"] is optimizer
             frame = frame.f_back  # type: ignore[assignment]
         return count > 1
 
