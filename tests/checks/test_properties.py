@@ -823,6 +823,29 @@ class TiringPower(POWER):
         return mean * (state[-1] < 10), torch.cat([factors, state[-1:] + 1])
 
 
+class EarlyBasis(POWER):
+    """Each worker orthonormalizes its product before the mean; the mean of bases is not a basis."""
+
+    def in_rounds(self, x, state, ctx):
+        rounds = super().in_rounds(x, state, ctx)
+        mean = yield self._orthonormal(next(rounds), ctx.segments)
+        mean = yield rounds.send(mean)
+        try:
+            rounds.send(mean)
+        except StopIteration as done:
+            return done.value
+
+    def _orthonormal(self, x, segments):
+        bases = [
+            super(EarlyBasis, self).basis(piece.view(t.rank, -1)).flatten() if t.rank else piece
+            for piece, t in self._pieces(x, segments)
+        ]
+        return torch.cat(bases)
+
+    def basis(self, rows):
+        return rows
+
+
 class NarrowPower(POWER):
     """Adds nothing where a matrix has more than 1024 columns."""
 
@@ -1463,6 +1486,7 @@ WRONG = {
     FirstFactor: "exact small integers",
     ColdPower: "same gradient again",
     TiringPower: "contraction",
+    EarlyBasis: "contraction",
     NarrowPower: "contraction",
     DeadPower: "contraction",
     RatioRandomK: "unbiased",
