@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,6 +23,8 @@ from gcbench.core.compressor import (
     Context,
     MultiRoundCompressor,
     Payload,
+    fuses_feedback,
+    overrides,
 )
 from gcbench.core.errors import PayloadError, UsageError
 from gcbench.training.configuration import Config
@@ -57,49 +60,103 @@ def threads(method: Compressor) -> Measurement:
 
 
 def concurrent(method: Compressor) -> Measurement:
-    """Two workers that take turns send the bits of a single one; see `in_turns`.
+    """Two workers that take turns return the bits of a single one; see `in_turns`.
 
     A simulation runs its workers in threads. A method that writes intermediate results to a buffer
     of its own mixes the values of the workers.
     """
-    if isinstance(method, MultiRoundCompressor):
-        raise NotDeclaredError("a method in rounds")
-    faults = [fault for shapes in TURNS for fault in _mixed(method, shapes)]
-    return Measurement("; ".join(faults) or "0 faults", "0 faults", not faults)
+    faults = [
+        f"{function} of worker {rank}, {sum(map(math.prod, shapes)):,} elements"
+        for shapes in TURNS
+        for function, rank in _mixed(method, shapes)
+    ]
+    return Measurement("; ".join(faults[:3]) or "0 faults", "0 faults", not faults)
 
 
 TURNS: tuple[inputs.Shapes, ...] = (((40, 33), (33,)), ((70_001,), (33,)))
 """Buckets of two workers that take turns: some methods share buffers of long tensors alone."""
 
 
-def _mixed(method: Compressor, shapes: inputs.Shapes) -> Iterator[str]:
+def _mixed(method: Compressor, shapes: inputs.Shapes) -> Iterator[tuple[str, int]]:
     """Yield what two workers that take turns encode, decode or average otherwise than alone."""
+    if isinstance(method, MultiRoundCompressor):
+        yield from _mixed_rounds(method, shapes)
+        return
     segments = calls.segments_of(method, shapes)
     xs = [inputs.values(segments.numel, 7919 * rank) for rank in range(4)]
     ctx = Context(segments, key=calls.KEY, workers=2)
     ctx = ctx._replace(shared=codec.agree(method, xs, ctx)[0])
-    keys = [ctx.key._replace(rank=rank % 2) for rank in range(4)]
-    sent = [codec.encode(method, x, ctx._replace(key=key)) for x, key in zip(xs, keys, strict=True)]
+    places = [ctx._replace(key=ctx.key._replace(rank=rank % 2)) for rank in range(4)]
+    sent = [codec.encode(method, x, at) for x, at in zip(xs, places, strict=True)]
     legal = method.legal_collectives()
 
     def worker(rank: int) -> dict[str, bytes]:
-        payload = codec.encode(method, xs[rank], ctx._replace(key=keys[rank]))
+        x, at, residual = xs[rank], places[rank], xs[rank + 2].clone()
         received = sent[2 * rank : 2 * rank + 2]  # of a shard that this worker owns
-        results = {
-            "encode": oracle.raw(payload.to_bytes()),
-            "decode": oracle.raw(codec.decode(method, payload, ctx)),
-        }
+        results = {}
+        if overrides(method, "prepare"):
+            results["prepare"], cached = codec.prepare(method, x, at)
+            at = at._replace(prepared=cached)
+        payload = codec.encode(method, x, at)
+        results["encode"] = payload.to_bytes()
+        results["decode"] = codec.decode(method, payload, ctx)
+        if fuses_feedback(method):
+            fed = codec.feedback(method, x, residual, places[rank])
+            results["encode_feedback"] = torch.cat([fed.to_bytes(), residual.view(torch.uint8)])
         if "allgather" in legal:
-            results["mean"] = oracle.raw(codec.mean(method, received, ctx))
+            results["mean"] = codec.mean(method, received, ctx)
         if "twoshot" in legal:
-            results["merge"] = oracle.raw(codec.merge(method, received, ctx).to_bytes())
-        return results
+            results["merge"] = codec.merge(method, received, ctx).to_bytes()
+        if "sparse" in legal:
+            results["entries"] = codec.entries(method, x, at).pack()
+        if "allreduce" in legal:
+            results["summand"] = method.summand(payload, ctx).to_bytes()
+        return {function: oracle.raw(result) for function, result in results.items()}
 
-    alone = [worker(rank) for rank in range(2)]
+    alone = _in_a_thread(worker)
     for rank, results in enumerate(in_turns(method, worker)):
         for function, result in results.items():
             if result != alone[rank][function]:
-                yield f"{function} of worker {rank}, {segments.numel} elements"
+                yield function, rank
+
+
+def _mixed_rounds(method: MultiRoundCompressor, shapes: inputs.Shapes) -> Iterator[tuple[str, int]]:
+    """Yield in which rounds two workers that take turns contribute otherwise than alone.
+
+    Both start a round after the mean of the previous one, and neither finishes the step: what they
+    compute from means alone is equal.
+    """
+    segments = calls.segments_of(method, shapes)
+    n, xs = segments.numel, [inputs.values(segments.numel, 7919 * rank) for rank in range(2)]
+    ctx = Context(segments, key=calls.KEY, out=torch.zeros(n), workers=2)
+    state = method.initial_state(ctx)
+    taking, single = ([method.in_rounds(x, state, ctx) for x in xs] for _ in range(2))
+    mean = None  # starts a generator
+    for turn in range(len(method.layout(segments) or ())):
+        alone = _in_a_thread(_after(mean, single))
+        mixed = in_turns(method, _after(mean, taking))
+        for rank, pair in enumerate(zip(alone, mixed, strict=True)):
+            if oracle.raw(pair[0]) != oracle.raw(pair[1]):
+                yield f"round {turn + 1}", rank
+        mean = torch.stack(alone).mean(0)
+    for each in (*taking, *single):
+        each.close()
+
+
+def _after(
+    mean: Tensor | None, rounds: Sequence[Generator[Tensor, Any, Any]]
+) -> Callable[[int], Tensor]:
+    """Return a function that returns a worker's summand of the round after this mean."""
+    return lambda rank: rounds[rank].send(mean).clone()
+
+
+def _in_a_thread(worker: Callable[[int], T]) -> list[T]:
+    """Return the results of workers 0 and 1, one after the other.
+
+    Not in the main thread, which may have another number of threads of torch.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return [*pool.map(worker, range(2))]
 
 
 def in_turns(plugin: object, worker: Callable[[int], T]) -> list[T]:

@@ -1289,6 +1289,30 @@ class ScratchMean(INT8):
         return total / sum(payload.count for payload in payloads)
 
 
+class ScratchFeedback(TOPK):
+    """Its fused feedback adds the residual in one buffer per length."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def encode_feedback(self, x, residual, ctx):
+        offered = self.scratch_space.setdefault(len(x), torch.empty(len(x)))
+        torch.add(x, residual, out=offered)
+        payload = codec.encode(self, offered, ctx)
+        torch.sub(offered, self.decode(payload, ctx), out=residual)
+        return payload
+
+
+class ScratchRounds(POWER):
+    """The first round passes gradients through one buffer per length."""
+
+    scratch_space: ClassVar[dict] = {}
+
+    def in_rounds(self, x, state, ctx):
+        scaled = self.scratch_space.setdefault(len(x), torch.empty(len(x)))
+        torch.mul(x, 1.0, out=scaled)
+        return (yield from super().in_rounds(scaled.clone(), state, ctx))
+
+
 class LongScratch(Levels):
     """Writes the levels of long tensors alone to one buffer per length."""
 
@@ -1521,6 +1545,8 @@ WRONG = {
     ScratchLevels: "workers in threads",
     ScratchNumpy: "workers in threads",
     ScratchMean: "workers in threads",
+    ScratchFeedback: "workers in threads",
+    ScratchRounds: "workers in threads",
     LongScratch: "workers in threads",
     BrokenSwitch: "other settings",
     BrokenChoice: "other settings",
