@@ -56,8 +56,8 @@ TRIED = (
 def untried(method: Compressor) -> Measurement:
     """Values of fields that no variant has work, on a few inputs of the search.
 
-    Numbers are also tested for bias: a decoder may have the default's in its code. Values that a
-    user cannot set are left out.
+    Random methods and those in rounds are also tested for bias, or against their error bound: a
+    decoder may have the default's number in its code. Values that a user cannot set are left out.
     """
     if registry.changed(method):
         raise NotDeclaredError("tried beside the default configuration")
@@ -68,12 +68,17 @@ def untried(method: Compressor) -> Measurement:
         except UsageError:
             continue
         running, text = Calls(other), f"{name}={value}"
+        profile = oracle.profile(running)
         for case in TRIED:
-            fault, _ = attempt(running, oracle.profile(running), case)
+            fault, _ = attempt(running, profile, case)
             if fault is not None:
                 return Measurement(f"{text}: {fault}", "as the default", False, str(case))
-        if is_number(value) and other.claims.unbiased:
-            drawn = statistics.unbiased(other)
+        checks = [statistics.unbiased] if other.claims.unbiased else []
+        rounds = isinstance(other, MultiRoundCompressor)
+        if other.claims.contractive and (rounds or profile.random):
+            checks.append(statistics.contraction)
+        for check in checks:
+            drawn = check(other)
             if not drawn.holds:
                 return Measurement(f"{text}: {drawn.measured}", drawn.bound, False, drawn.note)
         done.append(text)
@@ -101,7 +106,7 @@ def _other_values(method: Compressor) -> Iterator[tuple[str, Any]]:
         elif is_number(value):
             whole = isinstance(value, int)
             choices = (value - 1, value + 1, 2 * value) if whole else (value / 2, 2 * value)
-        yield from ((name, choice) for choice in choices if choice not in seen)
+        yield from ((name, each) for each in dict.fromkeys(choices) if each not in seen)
 
 
 def _observed(method: Compressor) -> Iterator[Any]:

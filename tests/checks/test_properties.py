@@ -823,6 +823,18 @@ class TiringPower(POWER):
         return mean * (state[-1] < 10), torch.cat([factors, state[-1:] + 1])
 
 
+@dataclass(frozen=True)
+class TiringSetting(TiringPower):
+    """Sends nothing after 10 steps if a number is not the default."""
+
+    pause: int = 0
+
+    def in_rounds(self, x, state, ctx):
+        if not self.pause:
+            state = torch.cat([state[:-1], torch.zeros(1)])
+        return (yield from super().in_rounds(x, state, ctx))
+
+
 class EarlyBasis(POWER):
     """Each worker orthonormalizes its product before the mean; the mean of bases is not a basis."""
 
@@ -1551,6 +1563,7 @@ WRONG = {
     BrokenSwitch: "other settings",
     BrokenChoice: "other settings",
     DefaultLevels: "other settings",
+    TiringSetting: "other settings",
     PerTensor: "other settings",
     LargeGroups: "other settings",
 }
