@@ -445,15 +445,17 @@ class CommHook(Hook):
     def _fresh(self, name: str) -> int:
         return self._used[name]
 
-    def _direction(self, parameter: Tensor) -> Tensor | None:
-        if not self._exchanges:  # the gradients of one rank stay as they are
+    def _direction(self, parameter: Tensor) -> tuple[Tensor, Tensor, Compressor] | None:
+        if not self._exchanges or parameter.grad is None:  # one rank's gradients stay as they are
             return None
         settings, placed = self.settings, self._placed.get(id(parameter))
         votes = settings.compressor.claims.aggregate == "vote" and not settings.warms_up(
             self._step - 1, self._level.exchange.skipped
         )
         directs = votes or not settings.compressor.rule.plain
-        return placed.of(self._flat) if directs and placed is not None else None
+        if not directs or placed is None:
+            return None
+        return parameter.grad, placed.of(self._flat), settings.compressor
 
     def _local(self, name: str) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1

@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -412,6 +412,13 @@ class ShardHook(Hook):
         self._module_of = {p.name: m for m in self._modules for p in m.target.parameters}
         return self._tensors()
 
+    def _direction(self, parameter: Tensor) -> tuple[Tensor, Tensor, Compressor] | None:
+        grad: Any = parameter.grad
+        for vote, module in ((each.vote, each) for each in self._modules):
+            if grad is not None and vote and module.target.named[vote.name] is parameter:
+                return grad.to_local(), vote.value, vote.method
+        return None
+
     def _tensors(self) -> dict[str, Any]:
         """Return the parameters by name, as optimizers have them."""
         return {n: shard for each in self._modules for n, shard in each.target.named.items()}
@@ -644,6 +651,16 @@ class ShardHook(Hook):
                 module.stale = True
 
 
+class _Vote(NamedTuple):
+    """A result of an exchange that has a fixed length."""
+
+    name: str
+    """Of the parameter."""
+    value: Tensor
+    """This rank's part of it, as FSDP adds it to the gradient."""
+    method: Compressor
+
+
 class _Collective:
     """What FSDP calls instead of one of its collectives."""
 
@@ -693,6 +710,10 @@ class _Module(_Collective):
         """Whether the last exchange is one of them."""
         self.misfit: GcbenchError | None = None
         """Why a mean of the last exchange cannot be applied, on this rank."""
+        self.divisor = 1
+        """By what FSDP divides the result of the exchange."""
+        self.vote: _Vote | None = None
+        """Of the last exchange, before steps 1, 2, 4, ..., at which `Rates` looks at it."""
         self.inside: Level | None = None
         """None: the module has one shard."""
         self.between: Level | None = None
@@ -770,11 +791,11 @@ class _Module(_Collective):
             if taken is None:
                 level.begin(self.step, self.hook._rates)  # a stage may begin at a skipped step
             else:
-                count = level.world.size if op == dist.ReduceOp.SUM else 1
+                self.divisor = level.world.size if op == dist.ReduceOp.SUM else 1
 
                 def shard(number: int, x: Tensor) -> Tensor:
                     (mean,) = level.exchange.lane_shards(number, [x], self.step)
-                    return mean.mul_(count)
+                    return mean.mul_(self.divisor)
 
                 self._exchange(level, taken, output_tensor, shard)
                 self._agree_on_means()
@@ -802,8 +823,10 @@ class _Module(_Collective):
             else:
 
                 def mean(number: int, x: Tensor) -> Tensor:
-                    # An empty lane is empty on all replicas.
-                    return level.exchange.lane_mean(number, [x], self.step) if x.numel() else x
+                    if not x.numel():
+                        return x  # an empty lane is empty on all replicas
+                    mean = level.exchange.lane_mean(number, [x.div_(self.divisor)], self.step)
+                    return mean * self.divisor
 
                 self._exchange(level, taken, row, mean)
                 self._agree_on_means(row)
@@ -815,7 +838,7 @@ class _Module(_Collective):
         accumulates = self.hook._skipping is None and self._accumulates()
         if accumulates:
             self.hook._warn_momentum()
-        self.stale = self.hook._skipping is not None or accumulates
+        self.stale, self.vote = self.hook._skipping is not None or accumulates, None
         self.added += self.stale
 
     def _accumulates(self) -> bool:
@@ -926,10 +949,24 @@ class _Module(_Collective):
                 hook._look(level, number, x)
             shard = level.rescale(mean(number, x))
             layout.give(lane, shard, row, self.rank)
-            means = layout.pieces(lane, shard, self.rank)
+            means = [*layout.pieces(lane, shard, self.rank)]
+            self._keep_vote(number, means)
             dtypes = {p.name: [*{row.dtype, self.dtypes[p.name]}] for p in lane}
             method = exchange.lanes[number].compressor
             self.misfit = self.misfit or check.misfit(method, means, dtypes, self.step)
+
+    def _keep_vote(self, number: int, means: Sequence[tuple[str, Tensor]]) -> None:
+        """Keep the vote of a lane's first parameter that has a part on this rank, if it is a vote.
+
+        `means`: name and result of each of the lane's parameters on this rank.
+        """
+        if self.stale or self.step & (self.step + 1):
+            return
+        methods = [level.exchange.lanes[number].compressor for level in self.levels]
+        for method in (each for each in methods if each.claims.aggregate == "vote"):
+            for name, value in ((name, value) for name, value in means if value.numel()):
+                self.vote = _Vote(name, value / self.divisor, method)
+                return
 
     def _agree_on_means(self, shared: Tensor | None = None) -> None:
         """Raise the first rank's error on every rank: a mean that overflows is only on its owner.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from gcbench.core import sealed
+from gcbench.core.compressor import Compressor
 from gcbench.core.errors import GcbenchError, PeerLostError, UsageError
 from gcbench.core.exchange import checked_rate
 from gcbench.core.memory import Memory
@@ -280,10 +281,10 @@ class Hook:
         """
         raise NotImplementedError
 
-    def _direction(self, parameter: Tensor) -> Tensor | None:
-        """Return what the last exchange wrote to the gradient of a parameter, if a direction.
+    def _direction(self, parameter: Tensor) -> tuple[Tensor, Tensor, Compressor] | None:
+        """Return this rank's part of a gradient, what the last exchange wrote to it, and by what.
 
-        The length of a direction does not depend on that of the gradient. None: a mean.
+        None if that is not a direction: the length of one does not depend on the gradient's.
         """
         return None
 

@@ -214,10 +214,11 @@ class Rates:
         if "length" in self._warned or not hook.step or hook.step & (hook.step - 1):
             return
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            name, direction = self._names.get(id(parameter)), hook._direction(parameter)
-            if name is None or direction is None or parameter.grad is None:
+            name, written = self._names.get(id(parameter)), hook._direction(parameter)
+            if name is None or written is None:
                 continue
-            length, whole = (float(x.float().norm()) for x in (parameter.grad, direction))
+            *parts, method = written
+            length, whole = (float(part.float().norm()) for part in parts)
             if not 0 < whole < math.inf:
                 continue
             share, allowed = length / whole, (1, 1 / (self.scale or 1))
@@ -226,7 +227,7 @@ class Rates:
                     "length",
                     f"{type(optimizer).__name__} applies {share:.3g} times what the hook wrote to "
                     f"the gradient of {name}, as after clip_grad_norm_. "
-                    f"{hook.settings.compressor!r} returns directions, whose length does not "
+                    f"{method!r} returns directions, whose length does not "
                     "depend on that of the gradient: clipping shortens every step, the more the "
                     "larger the model. Leave it out",
                 )

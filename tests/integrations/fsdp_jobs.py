@@ -267,9 +267,7 @@ def plain(rank: int, size: int) -> dict[str, Any]:
             else:
                 sharded(net, **options)
             if name == "sum":
-                for module in net.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_force_sum_reduction_for_comms(True)
+                summed(net)
             if hook is not None:
                 hook.register(net)
             train(net, range(STEPS), rank)
@@ -397,6 +395,14 @@ def two_levels_options(rank: int, size: int) -> dict[str, Any]:
     train(net, range(STEPS), rank, hook)
     expected = alone(hook, size // 2, replicas=2, lrs=schedule)
     result["equal"]["learning rate"] = torch.equal(ended(net), expected)
+    for name in ("votes", "votes, summed"):
+        net = sharded(mesh=shards)
+        if name == "votes, summed":
+            summed(net)
+        votes = gcbench.shard_hook("int8", between="signsgd").register(net, replicas=replicas)
+        train(net, range(STEPS), rank)
+        end = ended(net)
+        result["equal"][name] = bool(rank) or torch.equal(end, alone(votes, size // 2, replicas=2))
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
     one = gcbench.shard_hook("none", between="qsgd", **DENSE)
     end = two(rank, one, mesh["shard"], mesh["replicate"])
@@ -556,6 +562,55 @@ def learning_rate(rank: int, size: int) -> dict[str, Any]:
         "resumed": torch.equal(resumed(rank, "onebit", lr=0.01), constant),
         "matters": not torch.equal(expected, alone(hook, size)),
     }
+
+
+def summed(net: Any) -> Any:
+    """Let FSDP request sums, which it divides by the number of ranks."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return net
+
+
+@job
+def directions(rank: int, size: int) -> dict[str, Any]:
+    """Clip votes and means; add the votes of two backward passes."""
+    result: dict[str, Any] = {}
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    low = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    for name, options, settings, variants in (
+        ("signsgd", {}, {}, ("", "summed", "added", "clipped", "clipped, summed")),
+        ("signsgd", {"scaler": scaler}, {}, ("summed", "clipped")),
+        ("signsgd", {"start_step": STEPS}, {}, ("clipped",)),
+        ("signsgd", DENSE, low, ("", "clipped")),
+        ("terngrad", {}, {}, ("clipped",)),
+    ):
+        for variant in variants:
+            net = sharded(**settings)
+            if "summed" in variant:
+                summed(net)
+            hook = gcbench.shard_hook(name, **options).register(net)
+            optimizer = sgd(net, hook)
+            scaled = options.get("scaler")
+            passes = 2 if variant == "added" else 1
+
+            def steps(variant=variant, net=net, optimizer=optimizer, scaled=scaled, passes=passes):
+                for step in range(STEPS):
+                    optimizer.zero_grad()
+                    for _ in range(passes):
+                        x, y = batch(step, rank)
+                        loss = cross_entropy(net(x).float(), y)
+                        (scaled.scale(loss) if scaled else loss).backward()
+                    if scaled:
+                        scaled.unscale_(optimizer)
+                    if "clipped" in variant:
+                        nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+                    scaled.step(optimizer) if scaled else optimizer.step()
+                    scaled.update() if scaled else None
+
+            key = " ".join([name, *options, *settings, variant])
+            result[key] = warned(steps)
+    return result
 
 
 @job

@@ -94,6 +94,17 @@ def test_replicas_equal_torchs_hybrid_sharding():
         assert result["odd"]["seconds"] < jobs.PROMPT
 
 
+def test_votes_that_were_clipped_before_their_step_are_named():
+    """Not means, nor a warm-up in fp32, nor votes that two backward passes added."""
+    for result in of("directions"):
+        del result["seconds"]
+        warned = {key for key, texts in result.items() if any("clip_grad" in x for x in texts)}
+        votes = ("", "scaler ", "dense_below mp_policy ")
+        clipped = {*(f"signsgd {options}clipped" for options in votes), "signsgd clipped, summed"}
+        assert warned == clipped
+        assert all(sum("clip_grad" in x for x in result[key]) == 1 for key in warned)
+
+
 def test_fp32_between_replicas_is_the_default():
     for result in of("two_levels", 4):
         assert result["none"], "bit for bit"
@@ -129,7 +140,7 @@ def test_each_option_for_replicas_equals_the_reference_exchanges():
     every = of("two_levels_options", 4)
     for result in every:
         assert {name for name, equal in result["equal"].items() if not equal} == set()
-        assert len(result["equal"]) == 9
+        assert len(result["equal"]) == 11
         assert result["ends"] == every[0]["ends"], "replicas are the same"
         assert result["plain of one"]
     assert len({*every[0]["ends"].values()}) == 7, "each option matters"
