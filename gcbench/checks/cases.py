@@ -101,7 +101,7 @@ class Effort(NamedTuple):
     long: int
     """Inputs per long shape."""
     many: int
-    """Inputs of 66,000 tensors; 0: a light one, if `long` is not 0."""
+    """Inputs of 66,000 tensors, after a light one, which `long` alone brings, too."""
     million: int
     """Inputs of more than 2^20 elements."""
     steps: int
@@ -204,19 +204,21 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
         row |= {"shapes": shapes, "workers": draw.choice((2, 3, 3, 4))}
         return _tamed(Case(**row))
 
+    if effort.long or effort.many:
+        yield Case(inputs.MANY, workers=1, light=True)
     long = inputs.long_shapes(profile.group).values()
     for shapes, count in (*((each, effort.long) for each in long), (inputs.MANY, effort.many)):
-        if count:
+        some = count > 1 or (count and shapes is not inputs.MANY)
+        if some:
             yield Case(shapes, workers=3)
+        if count:
             yield Case(shapes, workers=2, values="signs")
-        if count > 1 or (count and shapes is not inputs.MANY):
+        if some:
             yield Case(shapes, workers=CROWD, residual="gradient zero")
         for family in exact[:count]:
             yield Case(shapes, workers=3, values=f"exact {family}")
         for _ in range(count - 1):
             yield drawn(shapes)
-    if effort.long and not effort.many:
-        yield Case(inputs.MANY, workers=1, light=True)
     for i in range(effort.million):
         first = Case(inputs.MILLION, workers=3)
         yield (first, replace(first, values="signs"), drawn(inputs.MILLION))[min(i, 2)]

@@ -34,6 +34,8 @@ class Verified(NamedTuple):
     """The largest inputs that each function received in the search."""
     inputs: int
     seconds: float
+    left_out: int
+    """Inputs of the search that were left out, because one like them took long."""
 
     def count(self, verdict: str) -> int:
         """Return how many rows have this verdict."""
@@ -81,7 +83,8 @@ def verify(
             rows += against.compare(method, expected) if expected else []
         table = [{"configuration": text or "default", **row._asdict()} for row in rows]
         seconds = time.perf_counter() - start
-        yield Verified(text or "default", table, search.covered, search.inputs, seconds)
+        counts = search.inputs, seconds, search.left_out
+        yield Verified(text or "default", table, search.covered, *counts)
 
 
 def listed(method: Compressor) -> list[Outcome]:

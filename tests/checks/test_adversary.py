@@ -11,7 +11,7 @@ import torch
 import unusual
 from wrong_methods import Levels, TwoShotLevels
 
-from gcbench.checks import cases, inputs, oracle, verify
+from gcbench.checks import adversary, cases, inputs, oracle, verify
 from gcbench.checks.adversary import Search
 from gcbench.checks.calls import Calls
 from gcbench.checks.cases import Case, pairwise
@@ -170,6 +170,23 @@ def test_what_was_covered_is_reported():
     assert mean.high > 80
     assert search.covered["encode"].step == 2**32 - 1
     assert "encode_feedback" not in search.covered
+
+
+def test_further_inputs_of_many_tensors_are_left_out_where_the_first_takes_long(monkeypatch):
+    effort = cases.Effort(every=40, long=1, many=3, million=0, steps=1, thin=40)
+    quick = Search(registry.compressor("int8"), effort)
+    assert quick.run() == []
+    assert quick.left_out == 0
+    monkeypatch.setattr(adversary, "PATIENCE", 0.0)
+    slow = Search(registry.compressor("int8"), effort)
+    assert slow.run() == []
+    assert slow.left_out == sum(
+        case.shapes is inputs.MANY and not case.light
+        for case in cases.cases(slow.profile, effort, 0, slow.calls.method.claims.exact_for)
+    )
+    assert slow.left_out > 3
+    assert slow.inputs < quick.inputs
+    assert slow.covered["mean"].segments > 65_536
 
 
 @pytest.mark.parametrize("family", inputs.EVERY_FAMILY)

@@ -612,7 +612,7 @@ def test_verify_answers_in_25_lines_of_80_columns(capsys):
     largest = Covered(13_966, 17_346_000, 40_000, 1_500, 2**32 - 1, -126, 127)
     covered = dict.fromkeys(functions, largest)
     rows = [{"configuration": "a", "check": "b", "verdict": "holds"}] * 30
-    results = [verify.Verified("a=1 b=2", rows, covered, 3000, 1.0)] * 10
+    results = [verify.Verified("a=1 b=2", rows, covered, 3000, 1.0, 0)] * 10
     listings.show_verified(results, verify.together(results))
     out = capsys.readouterr().out
     assert len(out.splitlines()) <= 25
@@ -625,7 +625,7 @@ def test_verify_shows_each_configuration_before_it_is_checked(monkeypatch):
     result = SimpleNamespace(holds=True, measured=1, bound=1, note="")
     choices = {check: lambda method: result for check in checks}
     monkeypatch.setattr(properties, "CHECKS", choices)
-    search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
+    search = SimpleNamespace(covered={}, findings=[], inputs=0, left_out=0, run=list)
     monkeypatch.setattr(verify, "Search", lambda method, effort, before: search)
     monkeypatch.setattr(verify, "_memory_rows", lambda method, carried: [])
     texts = [text or "default" for text, _ in properties.configurations(name)]
