@@ -319,6 +319,13 @@ class ShrunkLevels(Levels):
         return super().codes(x * (scale / (scale + 1e-4)), scale, draws)
 
 
+class ByteDither(Levels):
+    """Its draws are whole bytes, so that codes are 1/512 of a level too low."""
+
+    def draws(self, key, n):
+        return (super().draws(key, n) * 256).floor() / 256
+
+
 class Drifting(Levels):
     """Its draws begin at -1/256, so elements are rounded down too often."""
 
@@ -1487,6 +1494,7 @@ WRONG = {
     SummedLevels: "same mean in collectives",
     SummedAlone: "same mean in collectives",
     ShrunkLevels: "unbiased",
+    ByteDither: "unbiased",
     FixedRing: "unbiased",
     Drifting: "unbiased",
     Stepless: "independent noise",
