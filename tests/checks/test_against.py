@@ -148,7 +148,7 @@ def test_a_file_that_is_no_reference_is_refused(text, named, tmp_path):
 
 
 def test_verify_has_the_rows_of_the_reference(tmp_path, monkeypatch):
-    search = SimpleNamespace(covered={}, findings=[], inputs=0, run=list)
+    search = SimpleNamespace(covered={}, findings=[], inputs=0, left_out=0, run=list)
     monkeypatch.setattr(verify, "Search", lambda method, effort, before: search)
     monkeypatch.setattr(properties, "CHECKS", {})
     (tmp_path / "r.py").write_text(NONE)
