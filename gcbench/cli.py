@@ -90,7 +90,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check what a compressor declares; exit code 1 if a check fails."""
-    from gcbench.checks import properties
+    from gcbench.checks import adversary, properties
     from gcbench.checks import verify as verifying
     from gcbench.core import progress as showing
     from gcbench.core import registry
@@ -134,7 +134,8 @@ def verify(
     for result in (each for each in results if each.left_out):
         say(
             f"{name}, {result.configuration}: {result.left_out} inputs of 66,000 tensors were left "
-            "out, because the first took more than 5 s. Does it loop over segments in Python?"
+            f"out, because the first took more than {adversary.PATIENCE:g} s of CPU time. Does it "
+            "loop over segments in Python?"
         )
     if not properties.claims_anything(name, options):
         say(

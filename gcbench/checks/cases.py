@@ -101,7 +101,7 @@ class Effort(NamedTuple):
     long: int
     """Inputs per long shape."""
     many: int
-    """Inputs of 66,000 tensors, after a light one, which `long` alone brings, too."""
+    """Inputs of 66,000 tensors; a light one precedes them, also if only `long` is not 0."""
     million: int
     """Inputs of more than 2^20 elements."""
     steps: int
@@ -208,12 +208,12 @@ def cases(profile: Profile, effort: Effort, seed: int, exact: Sequence[str] = ()
         yield Case(inputs.MANY, workers=1, light=True)
     long = inputs.long_shapes(profile.group).values()
     for shapes, count in (*((each, effort.long) for each in long), (inputs.MANY, effort.many)):
-        some = count > 1 or (count and shapes is not inputs.MANY)
-        if some:
+        full = count > 1 or (count and shapes is not inputs.MANY)
+        if full:
             yield Case(shapes, workers=3)
         if count:
             yield Case(shapes, workers=2, values="signs")
-        if some:
+        if full:
             yield Case(shapes, workers=CROWD, residual="gradient zero")
         for family in exact[:count]:
             yield Case(shapes, workers=3, values=f"exact {family}")
