@@ -326,6 +326,20 @@ class ByteDither(Levels):
         return (super().draws(key, n) * 256).floor() / 256
 
 
+class FineDither(Levels):
+    """Its draws have 9 bits, its codes 255 levels: only the mean of all elements shows a bias."""
+
+    claims = Unbiased
+
+    def codes(self, x, scale, draws):
+        level = torch.where(scale > 0, x / scale * 127, 0.0)
+        return torch.floor(level + (draws * 512).floor() / 512).to(torch.int8)
+
+    def decode(self, payload, ctx):
+        codes, scale = payload.parts
+        return codes.float() / 127 * spread(scale, ctx.segments)
+
+
 class Drifting(Levels):
     """Its draws begin at -1/256, so elements are rounded down too often."""
 
@@ -1494,7 +1508,7 @@ WRONG = {
     SummedLevels: "same mean in collectives",
     SummedAlone: "same mean in collectives",
     ShrunkLevels: "unbiased",
-    ByteDither: "unbiased",
+    **dict.fromkeys((ByteDither, FineDither), "unbiased"),
     FixedRing: "unbiased",
     Drifting: "unbiased",
     Stepless: "independent noise",
