@@ -4,11 +4,18 @@
 
 Rows whose commit ends in "+" were made while files of the checkout differed from it. Of those that
 belong to the current version of their suite and were made with this machine's processor, torch and
-instruction set, on which the bits depend, a fifth is run again. Rows that were run again earlier
-count; the others follow in the order of their config hashes, which is random. A row agrees if it
-ends in the same `params_sha256`. `results/reference/recheck.json` gets the share that was checked
-and the rows that differ, after each run. What it has is not run again: the same command resumes,
-also in another checkout. Processes that share the work have a part each.
+instruction set, on which the bits depend, a fifth is run again (of another one's: `--cpu`). Rows
+that were run again earlier count; the others follow in the order of their config hashes, which is
+random. A row agrees if it ends in the same `params_sha256`. `results/reference/recheck.json` gets
+the share that was checked and the rows that differ, after each run. What it has is not run again:
+the same command resumes, also in another checkout. Processes that share the work have a part each.
+
+MKL chooses its kernels by the maker of the processor. On an AMD processor it uses those for Intel
+with the following library, and rows from Intel processors with the same instruction set end in the
+same bits:
+
+    echo 'int mkl_serv_intel_cpu_true(void) { return 1; }' | cc -shared -fPIC -x c -o intel.so -
+    LD_PRELOAD=$PWD/intel.so python results/recheck.py --cpu "Intel(R) Xeon(R) Processor"
 """
 
 from __future__ import annotations
@@ -49,16 +56,17 @@ def environment(machine: dict[str, Any], versions: dict[str, Any]) -> tuple[Any,
 
 
 def selected(
-    rows: list[dict[str, Any]], before: Container[str]
+    rows: list[dict[str, Any]], before: Container[str], cpu: str
 ) -> tuple[list[dict[str, Any]], int, int]:
     """Return the rows to run again, the number of those that could be, and of all unclean ones.
 
-    Rows whose config hashes are `before` were run again; they count.
+    Those that could be were made with the processor `cpu`, and with this machine's instruction set
+    and torch. Rows whose config hashes are `before` were run again; they count.
     """
     unclean = [
         row for row in rows if str(row["provenance"].get("commit")).endswith("+") and current(row)
     ]
-    here = environment(configuration.machine(), configuration.versions())
+    here = environment(configuration.machine() | {"cpu": cpu}, configuration.versions())
     alike = [
         row
         for row in unclean
@@ -84,7 +92,10 @@ def checked(name: str, cpu: str) -> list[str]:
 def add(
     name: str, cpu: str, counts: dict[str, int], row: dict[str, Any], now: dict[str, Any]
 ) -> None:
-    """Add a row that was run again, whose summary is `now`, to the report."""
+    """Add a row of `cpu` that was run again, whose summary is `now`, to the report.
+
+    `elsewhere` in the report: the processors that ran rows of another one, by config hash.
+    """
     with filelock.FileLock(REPORT.with_name(f".{REPORT.name}.lock")):
         report = read_report()
         before = report.setdefault(name, {}).get(cpu, {})
@@ -97,7 +108,12 @@ def add(
                 | {"now": now.get("params_sha256"), "failed": "failed" in row}
                 | {"commit": (now.get("provenance") or {}).get("commit")}
             )
+        elsewhere = before.get("elsewhere", {})
+        if (there := (now.get("provenance") or {}).get("machine", {}).get("cpu", cpu)) != cpu:
+            elsewhere[row["config_hash"]] = there
         results = {"checked": len(hashes), "differing": differing, "hashes": hashes}
+        if elsewhere:
+            results["elsewhere"] = elsewhere
         report[name][cpu] = counts | results
         write_atomically(REPORT, (json.dumps(report, indent=1) + "\n").encode())
 
@@ -109,6 +125,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results/runs/recheck"))
     parser.add_argument("--only", action="append", type=Path, help="a file of rows; default all")
     parser.add_argument("--count", action="store_true", help="only say how much there is to do")
+    parser.add_argument("--cpu", help="the processor of the rows; default this machine's")
     parser.add_argument("--part", default="1/1", help="I/N: each Nth row from the Ith; default all")
     asked = parser.parse_args()
     if not (match := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", asked.part)):
@@ -121,14 +138,14 @@ def main() -> None:
             names = ", ".join(one.name for one in files.values())
             parser.error(f"--only {path}: not a file of {REFERENCE}, which has {names}")
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
-    cpu = configuration.machine()["cpu"]
+    cpu = asked.cpu or configuration.machine()["cpu"]
     for path in asked.only or files.values():
         before = checked(path.name, cpu)
-        again, alike, count = selected(rows.read(path), before)
+        again, alike, count = selected(rows.read(path), before, cpu)
         left = [row for row in again if row["config_hash"] not in before]
         hours = sum(row.get("seconds", 0.0) for row in left) / 3600
         print(
-            f"{path.name}: {len(again)} of {alike} rows made with this processor ({count} in all); "
+            f"{path.name}: {len(again)} of {alike} rows made with {cpu} ({count} in all); "
             f"left {len(left)}, {hours:.1f} hours when they were made"
         )
         if asked.count:

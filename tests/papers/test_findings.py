@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from gcbench.core.errors import UsageError
+from gcbench.training import configuration
 
 PATH = Path(__file__).parents[2] / "results/findings.py"
 
@@ -194,19 +195,25 @@ def test_recheck_adds_each_row_once_and_names_those_that_differ(now, tmp_path):
     entry = json.loads(report.read_text())["main.parquet"]["cpu"]
     assert (entry["rows"], entry["checked"]) == (9, 2)
     assert [one["config_hash"] for one in entry["differing"]] == (["a"] if now != "same" else [])
+    assert "elsewhere" not in entry
+    there = {"provenance": {"machine": {"cpu": "another"}}}
+    recheck["add"]("main.parquet", "cpu", {"rows": 9}, row | {"config_hash": "c"}, row | there)
+    entry = json.loads(report.read_text())["main.parquet"]["cpu"]
+    assert (entry["checked"], entry["elsewhere"]) == (3, {"c": "another"})
 
 
 def test_recheck_completes_the_fifth_with_rows_that_were_not_run_again(monkeypatch):
     """Of 12 rows 3 are due. Rows that have left the file do not count, those that remain do."""
     recheck = runpy.run_path(str(PATH.with_name("recheck.py")))["selected"]
     monkeypatch.setitem(recheck.__globals__, "current", lambda row: True)
-    monkeypatch.setitem(recheck.__globals__, "environment", lambda *_: "here")
-    provenance = {"commit": "c0ffee+", "machine": None, "versions": None}
+    machine = configuration.machine() | {"cpu": "another"}
+    provenance = {"commit": "c0ffee+", "machine": machine, "versions": configuration.versions()}
     rows = [{"config_hash": f"{i:02}", "provenance": provenance} for i in range(12)]
     rows.append({"config_hash": "clean", "provenance": provenance | {"commit": "c0ffee"}})
 
     def hashes(before):
-        again, alike, unclean = recheck(rows, before)
+        assert recheck(rows, before, "a third") == ([], 0, 12)
+        again, alike, unclean = recheck(rows, before, "another")
         assert (alike, unclean) == (12, 12)
         return [row["config_hash"] for row in again]
 
