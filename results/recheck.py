@@ -24,7 +24,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ def current(row: dict[str, Any]) -> bool:
 def environment(machine: dict[str, Any], versions: dict[str, Any]) -> tuple[Any, ...]:
     """Return what the bits of a run depend on besides its code and settings."""
     return machine["cpu"], machine["isa"], versions["torch"]
+
+
+def processors(paths: Iterable[Path]) -> list[str]:
+    """Return the processors of the rows of all files."""
+    return sorted({row["provenance"]["machine"]["cpu"] for p in paths for row in rows.read(p)})
 
 
 def selected(
@@ -137,6 +142,8 @@ def main() -> None:
         if path.resolve() not in files:
             names = ", ".join(one.name for one in files.values())
             parser.error(f"--only {path}: not a file of {REFERENCE}, which has {names}")
+    if asked.cpu and asked.cpu not in (cpus := processors(files.values())):
+        parser.error(f"--cpu {asked.cpu}: no row is from it, but from {', '.join(cpus)}")
     runner = Runner(asked.results, asked.data_dir, 60.0, "none", force=False)
     cpu = asked.cpu or configuration.machine()["cpu"]
     for path in asked.only or files.values():

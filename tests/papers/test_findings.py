@@ -222,10 +222,13 @@ def test_recheck_completes_the_fifth_with_rows_that_were_not_run_again(monkeypat
     assert hashes(["01", "05", "07", "11"]) == ["01", "05", "07", "11"]
 
 
-@pytest.mark.parametrize("part", ["2", "0/2", "3/2", "1/0", "a/b"])
-def test_recheck_refuses_a_part_that_there_is_not(part, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["recheck.py", "--count", "--part", part])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [*(("--part", part) for part in ("2", "0/2", "3/2", "1/0", "a/b")), ("--cpu", "Z80")],
+)
+def test_recheck_refuses_a_value_that_there_is_not(option, value, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recheck.py", "--count", option, value])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(PATH.with_name("recheck.py")), run_name="__main__")
     assert ended.value.code == 2
-    assert part in capsys.readouterr().err
+    assert f"{option} {value}: " in capsys.readouterr().err
