@@ -673,6 +673,7 @@ def rows(
             [order(value) for value in row.context.values()],
             not row.is_baseline,
             row.method,
+            [order(value) for value in row.choices.values()],
         ),
     )
 

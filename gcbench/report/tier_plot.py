@@ -59,8 +59,7 @@ def draw(rows: Sequence[ComparisonRow], title: str, path: Path) -> None:
     dots = {name: {**style, "linestyle": ""} for name, style in styles.items()}
     with figures.canvas(11, 7.2) as figure:
         axes = figure.subplots()
-        if plain := [row for row in drawn if row.is_baseline]:
-            best = min(plain, key=lambda row: row.behind)
+        if (best := _center(drawn)).is_baseline:
             middle, half = scale * (best.mean or 0.0), scale * best.half_interval
             axes.axhspan(middle - half, middle + half, color="0.5", alpha=0.2, lw=0)
         marks = []
@@ -125,17 +124,18 @@ def _frame(axes: Axes, drawn: Sequence[ComparisonRow]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
+def _center(drawn: Sequence[ComparisonRow]) -> ComparisonRow:
+    """Return the best uncompressed row; without one the best row."""
+    return min(drawn, key=lambda row: (not row.is_baseline, row.behind))
+
+
 def _stretch(axes: Axes, drawn: Sequence[ComparisonRow], scale: float) -> None:
-    """Set the y axis: the asinh of the distance from the uncompressed row, or from the best one."""
+    """Set the y axis: the asinh of the distance from the row of `_center`."""
     import numpy as np
 
     accuracy = drawn[0].metric == "accuracy"
-    sign = 1 if accuracy else -1
-    plain = next(
-        (row for row in drawn if row.is_baseline),
-        max(drawn, key=lambda row: sign * (row.mean or 0.0)),
-    )
-    middle, soft = scale * (plain.mean or 0.0), SOFT[accuracy]
+    center = _center(drawn)
+    middle, soft = scale * (center.mean or 0.0), SOFT[accuracy]
 
     def there(y: Any) -> Any:
         return np.arcsinh((np.asarray(y) - middle) / soft)
@@ -153,7 +153,7 @@ def _stretch(axes: Axes, drawn: Sequence[ComparisonRow], scale: float) -> None:
     axes.set_yticks(_ticks(there, *axes.get_ylim()))
     axes.yaxis.set_major_formatter("{x:g}")
     what = "test accuracy (%)" if accuracy else "test loss"
-    axes.set_ylabel(f"{what}, stretched near {'fp32' if plain.is_baseline else 'the best'}")
+    axes.set_ylabel(f"{what}, stretched near {'fp32' if center.is_baseline else 'the best'}")
 
 
 def _ticks(there: Callable[[float], float], low: float, high: float) -> list[float]:

@@ -1037,6 +1037,14 @@ def test_a_suites_picture_may_have_the_options_of_a_task_on_its_axis(tmp_path: P
     assert {"network", "mlp", "conv"} <= set(texts)
 
 
+def test_rows_of_one_method_follow_what_it_chooses(tmp_path: Path) -> None:
+    """Not the order of the files: 2, 8 and 16 workers, below each method."""
+    write(tmp_path, *(summary(m, 0, 0.5, workers=w) for m in ("x", "none") for w in (16, 2, 8)))
+    ordered = rows(load([tmp_path]), choices=frozenset({"workers"}))
+    chosen = [(row.runs[0].summary.compressor_name, row.choices["workers"]) for row in ordered]
+    assert chosen == [(m, w) for m in ("none", "x") for w in (2, 8, 16)]
+
+
 def test_the_interval_is_students(tmp_path: Path) -> None:
     """Differences of +0.01, -0.02 and +0.04: t(0.975; 2) = 4.302653."""
     values = (0.91, 0.90, 0.98)

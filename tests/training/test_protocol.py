@@ -858,6 +858,9 @@ def test_two_uncompressed_rows_have_names_of_their_own_and_one_band(tmp_path, mo
     assert {label.get_text() for label in axes.texts} == {"none lr=0.1", "none lr=0.2"}
     (band,) = axes.patches
     assert band.get_y() < 70 < band.get_y() + band.get_height()
+    tier_plot.draw(two[::-1], "mine", tmp_path / "tiers.png")
+    for figure in drawn:  # the better one is where the axis is stretched, in either order
+        assert figure.axes[0].yaxis.get_transform().transform(70.0) == pytest.approx(0)
 
 
 def placed(results, sizes, tiers):
