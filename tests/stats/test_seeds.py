@@ -44,13 +44,6 @@ def against_none(runs: pd.DataFrame) -> pd.DataFrame:
 NONE = {0: 0.50, 1: 0.60, 2: 0.70}
 
 
-def test_half_the_interval_of_a_mean() -> None:
-    """t(0.975; 4) = 2.776445 and t(0.995; 4) = 4.604095; no interval of one value."""
-    assert intervals.half_width(2.0, 5) == pytest.approx(2.776445 * 2 / 5**0.5, rel=1e-6)
-    assert intervals.half_width(2.0, 5, 0.01) == pytest.approx(4.604095 * 2 / 5**0.5, rel=1e-6)
-    assert math.isnan(intervals.half_width(math.nan, 1))
-
-
 def test_statistics_leave_out_seeds_that_diverged() -> None:
     result = seeds.per_config(frame(none=NONE, x={0: 0.5, 1: math.nan, 2: 0.7}, y={0: math.nan}))
     assert list(result["n"]) == [3, 2, 0]
@@ -226,15 +219,6 @@ def test_counts_in_words() -> None:
 
 
 # --- the test set's noise
-
-
-@pytest.mark.parametrize("examples", [360, 5000, 10_000])
-def test_the_resolution_agrees_with_the_exact_test(examples: int) -> None:
-    """k examples, all in one direction: the verdict is that of the binomial test (McNemar's)."""
-    for changed in range(1, 15):
-        difference = changed / examples
-        text = difference > intervals.resolution(difference, float(examples))
-        assert text == (stats.binomtest(changed, changed).pvalue < 0.05), changed
 
 
 def test_the_resolution_by_hand() -> None:
