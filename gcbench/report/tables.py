@@ -151,9 +151,12 @@ def _published(rows: Sequence[ComparisonRow]) -> list[Column]:
     ]
 
 
-def _as_published(rows: Sequence[ComparisonRow]) -> list[Column]:
-    """Return the results with the settings of each method's source, if trials chose others."""
-    if all(row.as_published is None for row in rows):
+def _as_published(rows: Sequence[ComparisonRow], *, asked: bool) -> list[Column]:
+    """Return the results with the settings of each method's source, if trials chose others.
+
+    `asked`: the column is also returned where they chose the same for all rows, as in one tier.
+    """
+    if not (asked and any(row.rate for row in rows)) and not any(row.as_published for row in rows):
         return []
     mixed = len({row.metric for row in rows}) > 1
 
@@ -278,8 +281,8 @@ def split(rows: Sequence[ComparisonRow]) -> str:
     return " or ".join(sorted({run.result_split for row in rows for run in row.runs}))
 
 
-def _columns(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
-    """Return the groups of columns: names, quality, traffic and times."""
+def _columns(rows: Sequence[ComparisonRow], *, asked: bool = False) -> dict[str, list[Column]]:
+    """Return the groups of columns: names, quality, traffic and times; all that can be `asked`."""
     metrics = {row.metric for row in rows}
     heading = METRICS[-1] if len(metrics) > 1 else METRICS[0]
     if metrics == {"test_loss"}:
@@ -297,7 +300,7 @@ def _columns(rows: Sequence[ComparisonRow]) -> dict[str, list[Column]]:
         ],
         "quality": [
             Column(heading, [quality(row, len(metrics) > 1) for row in rows], better),
-            *_as_published(rows),
+            *_as_published(rows, asked=asked),
             Column("n", counts, "high"),
             *_published(rows),
             Column("vs none", [versus(row) for row in rows], better),
@@ -605,7 +608,7 @@ def _chosen(groups: Mapping[str, list[Column]], words: Sequence[str]) -> dict[st
 
 def laid_out(rows: Sequence[ComparisonRow], asked: Asked) -> dict[str, list[Column]]:
     """Return the groups of columns to show."""
-    return _chosen(_columns(rows), asked.columns) if asked.columns else groups(rows)
+    return _chosen(_columns(rows, asked=True), asked.columns) if asked.columns else groups(rows)
 
 
 def _sheets(rows: Sequence[ComparisonRow], asked: Asked) -> list[list[Column]]:

@@ -169,6 +169,10 @@ def test_the_table_has_the_best_found_beside_as_published(suite_path: Path, tmp_
     alike = suite_match.beside(suite, load([path]))
     rest = alike.rows(compare.rows(alike.runs, choices=suite.choices, preferred=alike.best))
     assert all(row.as_published is None for row in rest)
+    words = ("compare", path, "--suite", suite_path, "--format", "markdown")
+    assert "published" not in invoke(*words).out.split("\n\n")[0]
+    asked = invoke(*words, "--columns", "as published")
+    assert (asked.code, asked.out.count("| same |")) == (0, 2)
 
 
 def test_a_row_stands_beside_its_source_s_settings_at_equal_steps_and_the_tuned_rate(
