@@ -28,7 +28,7 @@ def bundle(
     """Write runs to one file: with the environment and the sources of their plug-ins.
 
     `gcbench compare runs.zip` and `gcbench report runs.zip` read it on another machine. They never
-    run the sources.
+    run the sources. Runs that several machines made are kept, for `gcbench compare --by machine`.
     """
     from gcbench.report import bundle as bundling
     from gcbench.report.rendering import counted
@@ -37,7 +37,8 @@ def bundle(
     bundling.check(output)
     faults: reader.Faults = []
     with bundling.opened(folders or [RUNS]) as places:
-        runs = reader.load(places, partial(watched, progress, "bundle"), faults)
+        every = reader.load(places, partial(watched, progress, "bundle"), faults, repeated=True)
+        runs = reader.once(every, per_label=True, per_machine=True)
         counts = bundling.write(output, runs, source or ())
     sizes = (counted(count, what.removesuffix("s")) for what, count in counts.items())
     say(f"wrote {output}: {', '.join(sizes)}")

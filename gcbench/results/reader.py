@@ -547,15 +547,17 @@ def load(
     return unique
 
 
-def once(runs: Sequence[Run], *, per_label: bool = False) -> list[Run]:
+def once(runs: Sequence[Run], *, per_label: bool = False, per_machine: bool = False) -> list[Run]:
     """Return the first run of each configuration and seed.
 
     `per_label`: of each label of a suite, too: the user's copy of a suite's row must not take it
-    from the suite. Left out runs with another result are reported on stderr.
+    from the suite. `per_machine`: of each machine, too. Left out runs with another result are
+    reported on stderr.
     """
-    unique: dict[tuple[str, int, str], Run] = {}
+    unique: dict[tuple[str, int, str, str], Run] = {}
     for run in runs:
-        key = run.method, run.summary.seed, run.suite if per_label else ""
+        machine = canonical(run.summary.provenance.get("machine")) if per_machine else ""
+        key = run.method, run.summary.seed, run.suite if per_label else "", machine
         other = unique.setdefault(key, run)
         if other is not run and other.outcome != run.outcome:
             warn(f"same config and seed, other results: {run.place} left out, {other.place} kept")

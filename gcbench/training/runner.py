@@ -171,7 +171,7 @@ class Runner:
         """
         leads, stored = rank.leads(), {} if self.force else self._rows()
         done: list[dict[str, Any]] = []
-        failures: list[GcbenchError] = []
+        failures: list[Exception] = []
         number = 0
         summary: Mapping[str, Any] = {}
         while True:
@@ -214,6 +214,13 @@ class Runner:
                     continue
                 if count > 1:
                     _say(f"gcbench: {config.run_name} failed: {error}")
+                failures.append(error)
+            except Exception as error:  # of a plug-in, for example
+                closed = isinstance(error, BrokenPipeError)
+                if trial or count == 1 or closed or rank.by_torchrun():
+                    raise  # under torchrun other ranks may wait for this one: the job must end
+                summary = {"failed": {"reason": repr(error)}}
+                _say(f"gcbench: {config.run_name} failed: {type(error).__name__}: {error}")
                 failures.append(error)
         if leads:
             self._print(done, single=count == 1, json=json)

@@ -40,6 +40,16 @@ def method(folder: Path, top: str = "", encode: str = "pass") -> Path:
     return path
 
 
+def test_an_exception_of_a_plug_in_does_not_stop_the_other_runs_of_a_grid(tmp_path: Path) -> None:
+    path = method(tmp_path, encode="raise RuntimeError('boom')")
+    methods = f"none,{path},fp16"
+    done = invoke(*RUN, "--compressor", methods, "--results", tmp_path / "runs", "--json")
+    assert done.code == 1
+    assert [one["compressor_name"] for one in json.loads(done.out)] == ["none", "fp16"]
+    (line,) = (line for line in done.err.splitlines() if "failed" in line)
+    assert all(word in line for word in ("mine", "RuntimeError", "boom"))
+
+
 ENDS = ("sys.exit(0)", "sys.exit()", "sys.exit(3)", "raise typer.Exit(0)", "exit(0)")
 
 

@@ -251,6 +251,19 @@ def test_rows_of_two_machines_agree_by_their_parameters(tmp_path: Path) -> None:
     assert [row["params_sha256"] for row in chosen] == [["b", "x"]]
 
 
+def test_a_bundle_keeps_the_runs_of_each_machine_once(tmp_path: Path) -> None:
+    """The second machine's runs were left out without a word."""
+    write(tmp_path / "here", *runs_of("one", ["a", "b"]))
+    write(tmp_path / "there", *runs_of("two", ["a", "x"]))
+    first, both = tmp_path / "first.zip", tmp_path / "both.zip"
+    assert invoke("bundle", tmp_path / "here", "-o", first).code == 0
+    done = invoke("bundle", first, tmp_path / "here", tmp_path / "there", "-o", both)
+    assert "4 rows" in done.out + done.err
+    rows = invoke("compare", both, "--by", "machine", "--json").json
+    assert [row["agree"] for row in rows] == [True, False]
+    assert len(invoke("compare", both, "--json").json) == 1
+
+
 @pytest.mark.parametrize(
     ("digests", "agree"),
     [(["a", "b", None], False), (["a", None, "b"], False), (["a", "a", None], None)],
